@@ -14,7 +14,7 @@ from cacheblend_rag import open_engine
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.observe import environment, machine
 from tests.models import make_model
-from tests.observe.conftest import documents, prompts, text_of
+from tests.observe.toy_prompts import documents, prompts, text_of
 from tests.tokenizer_kinds import tokenizer_of
 from tests.toy import DEFAULT_FRAME, TOY
 

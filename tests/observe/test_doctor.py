@@ -4,30 +4,61 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag import Diagnosis, Finding, TieredKVStore, diagnose
+from cacheblend_rag import (
+    BlendConfig,
+    Diagnosis,
+    Document,
+    Finding,
+    TieredKVStore,
+    TransformersEngine,
+    diagnose,
+)
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.tiers.redis import RedisTier
 from cacheblend_rag.observe import machine
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.local_servers import free_port
 from tests.neighbours import neighbours
-from tests.observe.conftest import HEAD, EngineMaker, documents, prompts, text_of
+from tests.observe.toy_prompts import documents, prompts, text_of
 from tests.refusing import RefusingDevice, on_device
-from tests.toy import OTHER_HEAD
+from tests.toy import DEFAULT_FRAME, OTHER_HEAD, TOY
 
+EngineMaker = Callable[..., TransformersEngine]
+HEAD = DEFAULT_FRAME.head
 (PROMPT,) = prompts()
-TEXT = text_of(PROMPT)
+TEXT, DOCUMENTS = text_of(PROMPT), documents(PROMPT)
 
 
 @pytest.fixture(autouse=True)
 def _no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else the machine does, nothing is known of it."""
     monkeypatch.setattr(machine.CpuSeconds, "now", lambda: None)
+
+
+@pytest.fixture
+def make() -> Iterator[EngineMaker]:
+    """Build an engine over the toy that knows the prompt's documents; closed in the end."""
+    with ExitStack() as opened:
+
+        def build(
+            documents: Sequence[Document] = DOCUMENTS, *, is_stored: bool = True, **options: Any
+        ) -> TransformersEngine:
+            own = {name: options.pop(name) for name in BlendConfig.model_fields if name in options}
+            engine = TransformersEngine(
+                TOY, config=BlendConfig(**own), **{"instruction": HEAD, **options}
+            )
+            opened.callback(engine.close)
+            engine.precompute(documents, progress=False, register_only=not is_stored)
+            return engine
+
+        yield build
 
 
 def examined(engine: Any, prompt: str = TEXT, **options: Any) -> Diagnosis:
@@ -44,7 +75,6 @@ def first(diagnosis: Diagnosis) -> Finding:
 
 def test_ratio_too_low(make: EngineMaker) -> None:
     engine = make(recompute_ratio=0.01, lead_in="instruction")
-    engine.precompute(documents(PROMPT), progress=False)
     found = first(examined(engine))
     assert found.code == "ratio_too_low"
     assert found.symptom == "quality"
@@ -61,7 +91,6 @@ class SlowDisk(DiskTier):
 
 def test_tier_slow(make: EngineMaker, tmp_path: Path) -> None:
     engine = make(store=TieredKVStore([SlowDisk(tmp_path)]), cost_model=False)
-    engine.precompute(documents(PROMPT), progress=False)
     found = first(examined(engine))
     assert found.code == "tier_slow"
     assert found.evidence["waited_seconds_disk"] > 0.5 * found.evidence["first_token_seconds"]
@@ -70,8 +99,8 @@ def test_tier_slow(make: EngineMaker, tmp_path: Path) -> None:
 
 
 def test_tier_fails(make: EngineMaker) -> None:
-    engine = make(store=TieredKVStore([RedisTier(host="127.0.0.1", port=free_port())]))
-    engine.precompute(documents(PROMPT), progress=False, register_only=True)
+    store = TieredKVStore([RedisTier(host="127.0.0.1", port=free_port())])
+    engine = make(store=store, is_stored=False)
     found = first(examined(engine))
     assert found.code == "tier_fails"
     assert found.evidence["chunks_missed"] == len(PROMPT.retrieved)
@@ -81,7 +110,6 @@ def test_tier_fails(make: EngineMaker) -> None:
 
 def test_other_instruction(make: EngineMaker) -> None:
     engine = make(lead_in="instruction")
-    engine.precompute(documents(PROMPT), progress=False)
     found = first(examined(engine, TEXT.replace(HEAD, OTHER_HEAD)))
     assert found.code == "other_instruction"
     assert found.evidence["loss_nats_per_token"] >= 0
@@ -91,18 +119,14 @@ def test_other_instruction(make: EngineMaker) -> None:
 
 def test_kv_that_another_instruction_computed(make: EngineMaker) -> None:
     store = TieredKVStore.open()
-    other = make(store=store, instruction=OTHER_HEAD)
-    other.precompute(documents(PROMPT), progress=False)
-    engine = make(store=store)
-    engine.register(documents(PROMPT))
-    found = first(examined(engine))
+    make(store=store, instruction=OTHER_HEAD)
+    found = first(examined(make(store=store, is_stored=False)))
     assert found.code == "other_model"
     assert found.evidence["chunks_missed"] == len(PROMPT.retrieved)
 
 
 def test_no_room(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    engine.precompute(documents(PROMPT), progress=False)
     refusing = on_device(RefusingDevice(most=1 << 20), PromptPass.steps)
     monkeypatch.setattr(PromptPass, "steps", refusing)
     monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
@@ -116,7 +140,6 @@ def test_no_room(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_machine_busy(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-    engine.precompute(documents(PROMPT), progress=False)
     monkeypatch.undo()
     with neighbours(len(os.sched_getaffinity(0))):
         diagnosis = examined(engine)
@@ -127,10 +150,9 @@ def test_machine_busy(make: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_nothing_is_named_on_a_healthy_system(make: EngineMaker, tmp_path: Path) -> None:
-    engine = make(store=TieredKVStore.open(host_bytes=0, kv_path=tmp_path))
     asked = prompts(4)
-    for prompt in asked:
-        engine.precompute(documents(prompt), progress=False)
+    known = [document for prompt in asked for document in documents(prompt)]
+    engine = make(known, store=TieredKVStore.open(host_bytes=0, kv_path=tmp_path))
     for prompt in asked:
         found = examined(engine, text_of(prompt))
         assert found.evidence.is_blended
