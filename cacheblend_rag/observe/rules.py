@@ -62,7 +62,7 @@ class Finding:
     """Something that is wrong with a request.
 
     Args:
-        code: stable name; docs/doctor.md lists them.
+        code: stable name; docs/troubleshooting.md lists them.
         symptom: what a user notices.
         sentence: what is wrong.
         evidence: what was measured, by name; the unit is part of the name.
