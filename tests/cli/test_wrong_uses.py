@@ -153,8 +153,8 @@ WRONG = {
     ("bench", "store", "ftp://cloud"): "ftp://... must begin with one of",
     (*BENCH, "--set", "precision=fp4"): "precision='fp4' must be 'native' or 'fp8'",
     (*BENCH, "--set", "recompute_ratio=2"): "recompute_ratio=2",
-    (*BENCH, "--chunks", "100"): "prompt_tokens=51232 must be below the context window",
-    (*BENCH, "--chunks", "8"): "prompt_tokens=4128 must be below the context window, 4096",
+    (*BENCH, "--chunks", "100"): "prompt_tokens=51332 must be below the context window",
+    (*BENCH, "--chunks", "8"): "prompt_tokens=4136 must be below the context window, 4096",
     ("bench", "ttft", "--engine", "gguf"): "engine='gguf'",
     ("bench", "workload", "{file}/rag"): "cannot be written: Not a directory",
     # servers and stores
