@@ -164,6 +164,7 @@ WRONG = {
     ("serve", TOY, "--set", "host_byte=1"): "(did you mean 'host_bytes'?)",
     (*HERE, "--set", "host_bytes=much"): "a size, such as 8GiB",
     ("serve", TOY, "--set", "host_bytes=2", "--set", "host_bytes=1"): "given twice",
+    ("serve", TOY, "--set", "store={{}}"): "unknown setting 'store'",
     ("serve", TOY, "--set", "max_body_mib=0"): "max_body_mib=0 must be",
     ("serve", TOY, "--set", "kv_path=kv"): "--set kv_path: this command has an option of its own",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
