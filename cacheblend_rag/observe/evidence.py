@@ -87,22 +87,12 @@ class MemoryFacts:
 class Evidence:
     """All facts about one request.
 
-    Args:
-        prompt: the prompt.
-        config: the settings in force.
-        first: the first blended request, which may have read slow tiers.
-        blends: further blended requests.
-        fulls: requests by full prefill, in turn with these.
-        in_force: the config in force, compared with full prefill; None if nothing is blended.
-        more: the same with a higher ratio, if there is one to try.
-        less: the same with a lower ratio, if it is high.
-        earlier: the same with an earlier check layer, if it is late.
-        similar: registered chunks that the prompt holds in another form.
-        tiers: what happened to each tier, if the engine's store is in this process.
-        memory: what memory was needed and available.
-        load: who used the CPUs meanwhile; None if unknown, or if the model runs elsewhere.
-        refusal: why the engine blends nothing, or None.
-        verdict: of `verify`, if it was run.
+    config: the settings in force. first: the first blended request, which may have read slow tiers.
+    blends, fulls: further blended requests, and by full prefill, in turn. in_force: the config in
+    force, compared with full prefill; more, less, earlier: the same with a higher ratio, a lower
+    one, an earlier check layer; None if not tried. similar: chunks that the prompt holds in another
+    form. tiers: if the engine's store is in this process. load: None if it is unknown or the model
+    runs elsewhere. refusal: why the engine blends nothing. verdict: of `verify`, if it was run.
     """
 
     prompt: PromptFacts
