@@ -87,13 +87,13 @@ def test_a_workloads_requests_reuse_its_documents(cli, server, tmp_path):
     assert (refused.code, refused.stderr.count("\n")) == (2, 1)
 
 
-def test_bench_store_measures_tiers_beside_their_raw_limit(cli, tmp_path, monkeypatch):
+def test_bench_store_measures_tiers(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "CHUNK_MIB", 1)
     given = ("host", f"disk://{tmp_path}", "--repeat", 1)
     rows = cli("bench", "store", *given, "--json").json["tiers"]
     assert [row.pop("tier") for row in rows] == ["host", "disk"]
     for row in rows:
-        assert set(row) == {"get_gib_s", "put_gib_s", "raw_get_gib_s", "raw_put_gib_s"}
+        assert set(row) == {"get_gib_s", "put_gib_s"}
         assert min(row.values()) > 0
     assert not [*tmp_path.rglob("*.safetensors")]
     assert "disk" in cli("bench", "store", *given).stdout
