@@ -45,17 +45,6 @@ async def test_an_answer_has_the_sources_that_ask_finds(client, asker):
     assert "Sources:" not in answer.choices[0].message.content
 
 
-async def test_a_stream_tells_the_sources_in_its_last_chunk(client, asker):
-    _, (question, *_) = asker
-    chunks = [chunk async for chunk in await chat(client, question, stream=True)]
-    told = [chunk.model_extra.get("cacheblend") for chunk in chunks]
-    assert told[:-1] == [None] * (len(chunks) - 1)
-    assert len(told[-1]["sources"]) == 4
-    whole = await chat(client, question)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert text == whole.choices[0].message.content
-
-
 async def test_answers_cite_their_sources_if_that_is_asked_for(asker):
     asker, (question, *_) = asker
     retriever = Retriever(asker, top_k=2, cites=True)

@@ -1,10 +1,12 @@
-"""``gpu --toy``: every step runs or says why not, and ends by itself; the result has its form."""
+"""Every step finds what it says, and the program tells of each how it ended."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from tests.benchmarks.gpu import __main__ as gpu
 from tests.benchmarks.gpu.__main__ import STEPS, TOTAL_SECONDS, Step
+from tests.benchmarks.gpu.child import plain
 from tests.benchmarks.gpu.peak import peak_extra_bytes
 from tests.benchmarks.gpu.requests import CASES
 from tests.benchmarks.gpu.scene import Dimensions, Scene
@@ -21,68 +24,68 @@ from tests.benchmarks.shapes import TOY
 
 pytestmark = pytest.mark.timeout(1800)  # each step has a limit of its own
 
-NEEDS_CUDA = {"link", "graphs", "checks"}
+NEEDS_CUDA: set[str] = set() if torch.cuda.is_available() else {"link", "graphs", "checks"}
 NO_CUDA = "skipped: no CUDA device"
+SCENE = Scene(is_toy=True, dimensions=Dimensions.of(TOY))
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("gpu") / "gpu.json"
-    gpu.main(["--toy", "--out", str(out)])
-    return dict(json.loads(out.read_text()))
+@cache
+def rows(name: str) -> list[dict[str, Any]]:
+    """What a step finds, in this process."""
+    (step,) = (step for step in STEPS if step.name == name)
+    module, function = step.measure.split(":")
+    return [plain(row) for row in getattr(import_module(module), function)(SCENE, lambda _: None)]
 
 
-def rows(found: dict[str, Any], step: str) -> list[dict[str, Any]]:
-    return found["steps"][step]["rows"]
-
-
-def test_every_step_ran_or_says_why_not(found):
-    steps = found["steps"]
-    assert list(steps) == [step.name for step in STEPS]
+def test_every_chosen_step_ran_or_says_why_not(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    gpu.main(["--toy", "--out", str(out), "--step", "graphs", "--step", "products"])
+    found = json.loads(out.read_text())
     assert (found["format"], found["toy"], found["shape"]) == (1, True, "toy")
-    for name, step in steps.items():
-        assert set(step) - {"output"} == {
-            "status", "reason", "about", "limit_seconds", "seconds", "rows"
-        }, name  # fmt: skip
-        if name in NEEDS_CUDA and not torch.cuda.is_available():
-            assert (step["status"], step["reason"], step["rows"]) == ("skipped", NO_CUDA, [])
-        else:
-            assert (step["status"], step["reason"]) == ("done", None), step
-            assert step["rows"]
+    named = {"status", "reason", "about", "limit_seconds", "seconds", "rows"}
+    assert all(set(step) == named for step in found["steps"].values())
+    told = {name: (one["status"], one["reason"]) for name, one in found["steps"].items()}
+    skipped = ("skipped", NO_CUDA) if "graphs" in NEEDS_CUDA else ("done", None)
+    assert told == {"products": ("done", None), "graphs": skipped}
+
+
+@pytest.mark.parametrize("name", [one.name for one in STEPS if one.name not in NEEDS_CUDA])
+def test_every_step_has_rows(name: str) -> None:
+    assert rows(name)
 
 
 @on_cpu
-def test_only_what_needs_a_gpu_has_no_figures(found):
+def test_only_what_needs_a_gpu_has_no_figures() -> None:
     failed = {
         (name, row["failed"] == NO_CUDA, row.get("kernel", ""))
-        for name in found["steps"]
-        for row in rows(found, name)
+        for name in (step.name for step in STEPS if step.name not in NEEDS_CUDA)
+        for row in rows(name)
         if "failed" in row
     }
     refused = {(name, kernel.split()[0]) for name, _, kernel in failed}
     assert refused <= {("attention", "SDPA")}, "backends that CPUs lack"
-    assert {row["on the device"] for row in rows(found, "layer") if "rows" in row} == {NO_CUDA}
+    assert {row["on the device"] for row in rows("layer") if "rows" in row} == {NO_CUDA}
 
 
-def test_kernels_compute_the_same_attention(found):
-    errors = [row["error"] for row in rows(found, "attention") if "error" in row]
+def test_kernels_compute_the_same_attention() -> None:
+    errors = [row["error"] for row in rows("attention") if "error" in row]
     assert len(errors) >= 4
     assert max(errors) < (0.1 if torch.cuda.is_available() else 1e-5)
 
 
-def test_chunks_are_laid_from_each_tier(found):
-    laid = {(row["tier"], row["precision"], row["ms"] > 0) for row in rows(found, "laying")}
+def test_chunks_are_laid_from_each_tier() -> None:
+    laid = {(row["tier"], row["precision"], row["ms"] > 0) for row in rows("laying")}
     assert laid == {("host", "native", True), ("host", "fp8", True), ("device", "native", True)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_graphs_compute_other_rows_of_another_prompt(found):
-    assert all(row["error"] < 0.05 for row in rows(found, "graphs"))
+def test_graphs_compute_other_rows_of_another_prompt() -> None:
+    assert all(row["error"] < 0.05 for row in rows("graphs"))
 
 
-def test_every_blend_is_compared_with_ordinary_prefill_of_the_same_prompt(found):
-    measured = rows(found, "ttft")
+def test_every_blend_is_compared_with_ordinary_prefill_of_the_same_prompt() -> None:
+    measured = rows("ttft")
     assert [row["case"] for row in measured] == list(CASES)
     lengths = [run[0] for row in measured for run in row["runs"]]
     assert len(set(lengths)) == len(lengths), "each prompt has a new length"
@@ -93,18 +96,17 @@ def test_every_blend_is_compared_with_ordinary_prefill_of_the_same_prompt(found)
     assert share["hkvd 0.05"] < share["hkvd 0.15"]
 
 
-def test_chunks_come_from_each_tier(found):
-    assert list(dict.fromkeys(row["tier"] for row in rows(found, "tiers"))) == [
+def test_chunks_come_from_each_tier() -> None:
+    assert list(dict.fromkeys(row["tier"] for row in rows("tiers"))) == [
         "device", "host", "disk", "disk, cold"
     ]  # fmt: skip
-    for row in rows(found, "tiers"):
+    for row in rows("tiers"):
         in_memory = row["tier"] == "disk, cold" and "set TMPDIR to a folder on a disk" in str(row)
         assert in_memory or row["blend_ms"] > 0
 
 
 SECONDS = 3.0
 WAIT_SECONDS = 30.0
-SCENE = Scene(is_toy=True, dimensions=Dimensions.of(TOY))
 
 
 def step(name: str, **needs: bool) -> Step:

@@ -95,6 +95,3 @@ def test_rows_know_their_bounds_runs_and_pairs() -> None:
     assert rows.pairs(None) == rows.pairs(None) == 2 + 4 + 5 + 7
     assert rows.pairs(4) == 2 + 4 + 4 + 4
     assert rows.pairs(4) == sum(min(i + 1, 4) for i in (1, 3, 4, 6))
-
-
-# Token ids

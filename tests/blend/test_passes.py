@@ -317,6 +317,3 @@ def test_deviation_is_that_of_all_ranks_heads() -> None:
     count = math.ceil(Fraction("0.16") * len(eligible))
     assert asked == ["sum", "sum"]
     assert case.run.recomputed.nonzero()[0].tolist() == eligible[-count:]
-
-
-# The observer, another attention, a probe

@@ -91,6 +91,3 @@ def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, c
         assert all(serving.contains(make_key(number)) for number in range(6))
         assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= 10 * FILE
         assert serving.tiers[0].usage().nbytes == 10 * FILE
-
-
-# The counts and the choice

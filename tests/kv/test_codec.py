@@ -241,18 +241,6 @@ def test_a_layer_is_one_range_of_bytes_that_is_checked_by_itself(dtype, prior):
         head.checked(0, 2, read(start, end))
 
 
-def test_a_head_is_read_without_its_layers():
-    kv = make_kv(tokens=4096)
-    data = encode(KEY, kv)
-    read = Ranges(data)
-    head = codec.read_head(read, len(data), KEY)
-    assert torch.equal(head.prior, kv.prior)
-    # The first bytes, and the prior as it goes beyond them: 128 KiB a layer are not touched.
-    assert read.asked[0] == (0, codec.HEAD_BYTES)
-    assert sum(end - start for start, end in read.asked) < 64 << 10
-    assert head.prior.untyped_storage().nbytes() == 4 * 4096
-
-
 def test_a_head_that_claims_too_much_asks_for_nothing():
     data = encode(KEY, make_kv())
     read = Ranges(data)

@@ -24,7 +24,6 @@ from .samples import (
     chunk_files,
     make_key,
     make_kv,
-    same,
     until,
 )
 
@@ -117,22 +116,6 @@ def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
         None, None, None, "damaged", None, "other model", "not stored",
     ]  # fmt: skip
     assert holds(read, [KEYS[0], KEYS[1], KEYS[2], KEYS[4]])
-
-
-@pytest.mark.parametrize("promote", [True, False])
-def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, promote):
-    host = HostTier(None)
-    with TieredKVStore([host, slow]) as store:
-        with store.fetch(KEYS[:2], promote=promote) as source:
-            heads(source)
-            layers_of(source, LAYERS - 1)
-            source.layer(LAYERS - 1)
-        assert until(lambda: host.usage().entries == (2 if promote else 0))
-        ranges = len(slow.ranges)
-        assert ranges == 2 * LAYERS
-        for key in KEYS[:2] if promote else []:
-            assert same(host.get(key).kv, KVS[key])
-        assert len(slow.ranges) == ranges
 
 
 def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):

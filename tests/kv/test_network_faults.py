@@ -33,9 +33,6 @@ def opened(*urls):
     return TieredKVStore([tier_at(url) for url in urls])
 
 
-# Object stores
-
-
 def test_a_container_that_is_not_there(monkeypatch, caplog):
     """Azure's word for a bucket; its metadata has names that are identifiers, or is refused."""
     asked = []
@@ -53,9 +50,6 @@ def test_a_container_that_is_not_there(monkeypatch, caplog):
             store.entries()
         assert "there is no such bucket" in caplog.text
         store.close()
-
-
-# Both
 
 
 def test_redis_is_reached_by_its_socket(redis_socket):

@@ -68,20 +68,6 @@ def test_fp8_takes_the_nearest_number_of_a_head():
         assert torch.equal((found.double() - given_).abs(), (wanted - given_).abs())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(dtype):
-    kv = rounded(chunk(dtype=dtype), "fp8")
-    plain = encode(KEY, chunk(dtype=dtype))
-    data = encode(KEY, kv)
-    itemsize = dtype.itemsize
-    assert len(data) < len(plain) / itemsize * 1.35 + 2048
-    read = decode(data, KEY)
-    assert same(read, kv)
-    assert read.precision == "fp8"
-    assert torch.equal(read.unpacked().numbers[2], read.layer(2).unpacked().numbers[0])
-    assert encode(KEY, read) == data
-
-
 def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
     config = StoreConfig(kv_path=tmp_path, host_bytes=1 << 20, precision="fp8")
     with TieredKVStore.of(config) as store:

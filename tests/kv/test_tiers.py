@@ -89,25 +89,6 @@ def test_a_chunk_comes_back_as_it_was(make_tier):
         assert found.written_at == pytest.approx(chunk.written_at, abs=1)
 
 
-def test_entries_give_size_and_times_and_looking_is_no_use(make_tier, clock):
-    tier = make_tier()
-    before = clock.now
-    tier.put(KEYS[0], stored())
-    clock.advance(50)
-    first = tier.entry(KEYS[0])
-    assert first.nbytes == size_in(tier)
-    assert first.written_at == pytest.approx(before, abs=1)
-    assert tier.entry(KEYS[0]) == first
-    tier.check(KEYS[0])
-    assert dict(tier.entries())[KEYS[0]].used_at == pytest.approx(before, abs=1)
-    tier.get(KEYS[0])
-    later = dict(tier.entries())[KEYS[0]]
-    used = before + 50 if isinstance(tier, HostTier | DiskTier) else before  # servers tell none
-    assert later.used_at == pytest.approx(used, abs=1)
-    assert tier.entry(KEYS[0]).written_at == pytest.approx(first.written_at, abs=0.01)
-    assert list(dict(tier.entries())) == [KEYS[0]]
-
-
 def test_many_at_once_are_as_one_by_one(make_tier, monkeypatch):
     tier = make_tier()
     for number in (0, 1, 2, 3):

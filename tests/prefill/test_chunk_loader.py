@@ -5,16 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend.selectors import SELECTORS
-from cacheblend_rag.kv import HostTier, StoredChunk, Tier, codec
+from cacheblend_rag.kv import HostTier, Tier, codec
 from cacheblend_rag.prefill import prompt_pass
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import LAYERS, FakeStack
@@ -185,43 +183,3 @@ def test_what_one_rank_loses_midway_both_do_without(rank: int) -> None:
     reasons = [[chunk.reason for chunk in found[0].chunks] for found in both]
     assert reasons[rank] == [None, "damaged", None]
     assert reasons[1 - rank] == [None, "not stored", None]
-
-
-# Ranks
-
-
-def collectives(make_tier: Callable[[threading.Event], Tier], **options: Any) -> list[int]:
-    """How often each of two ranks asks the other in a pass, which gives what one rank gives.
-
-    make_tier: given an event that is set once they have agreed on chunks.
-    """
-    counts = [0, 0]
-
-    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Ring]:
-        own, agreed = stack.reduced, threading.Event()
-
-        def reduced(part: Tensor, how: Any) -> Tensor:
-            counts[rank] += 1
-            whole = own(part, how)
-            agreed.set()
-            return whole
-
-        stack.reduced = reduced
-        return over([make_tier(agreed)], stack=stack, **options)
-
-    for found in Ranks().run(of):
-        assert_same(found, expected(**options))
-    return counts
-
-
-def full_host(_: threading.Event) -> HostTier:
-    host = HostTier(None)
-    for chunk in NAMES.values():
-        host.put(chunk.key, StoredChunk(chunk_kv(FakeStack(), chunk), 0.0))
-    return host
-
-
-@pytest.mark.parametrize("selector", ["none", "prior", "random"])
-def test_ranks_agree_once_a_pass_on_chunks_in_memory(selector: str) -> None:
-    """On chunks and their priors at once: no layer asks anything."""
-    assert collectives(full_host, selector=selector, recompute_ratio=0.3) == [1, 1]

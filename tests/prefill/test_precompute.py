@@ -219,6 +219,3 @@ def test_stored_kv_that_one_rank_cannot_read_is_computed_by_both() -> None:
         assert set(found) == {chunk.key for chunk in DOCUMENT[:2]}
         for chunk, kv in found.values():
             check(chunk, kv)
-
-
-# The prior's layer

@@ -20,7 +20,6 @@ from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.prefill.prompts import (
@@ -183,9 +182,6 @@ def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> N
     assert torch.equal(found.fused.keys, by_hand(BlendConfig(recompute_ratio=0.3), "c").fused.keys)
 
 
-# Steps
-
-
 # Ranks
 
 
@@ -226,27 +222,6 @@ def test_a_prior_that_one_rank_lacks_is_none() -> None:
 
 
 # Whether it is worth it, by what is found
-
-
-@pytest.mark.parametrize(
-    ("stored", "least", "why", "reasons"),
-    [
-        ("abc", 22, "21 reusable tokens are fewer than min_tokens=22", ["too short"] * 3),
-        ("ac", 16, "15 reusable tokens are fewer than min_tokens=16",
-         ["too short", "not stored", "too short"]),
-        ("", 0, NOT_STORED, ["not stored"] * 3),
-    ],
-)  # fmt: skip
-def test_too_little_is_told_by_the_heads_and_nothing_is_computed(
-    stored: str, least: int, why: str, reasons: list[str]
-) -> None:
-    stack, store = FakeStack(), filled(placed(names=stored))
-    refused = run(prompt_pass(store, placed(), stack, min_tokens=least).steps())
-    assert not isinstance(refused, FusedPrompt)
-    assert refused.reason == why
-    assert [chunk.reason for chunk in refused.chunks] == reasons
-    assert {chunk.tier for chunk in refused.chunks} == {None}
-    assert not stack.log
 
 
 def test_chunks_that_cannot_be_read_are_not_said_to_be_absent(tmp_path: Path) -> None:

@@ -139,10 +139,9 @@ def test_in_float32_ratio_1_answers_as_the_models_own_forward_does(
 ) -> None:
     opened = open_model("float32")
     model = opened.engine.model
-    for prompt, ids in list(zip(opened.prompts, opened.token_ids(), strict=True))[:2]:
-        found = opened.engine.generate(prompt, GREEDY)
-        with torch.no_grad():
-            assert list(found.token_ids) == own_tokens(model, ids, 8)
+    found = opened.engine.generate(opened.prompts[0], GREEDY)
+    with torch.no_grad():
+        assert list(found.token_ids) == own_tokens(model, opened.token_ids()[0], 8)
 
 
 @pytest.mark.parametrize("dtype", LOW)

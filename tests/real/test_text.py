@@ -65,11 +65,8 @@ def test_prompts_have_the_tokenizers_own_tokens_and_few_are_lost(
             assert not any(map(any, lost))
 
 
-@pytest.mark.parametrize("join", ["blank lines", "numbers"])
-def test_ratio_1_is_the_models_own_answer_to_the_text(
-    engine: TransformersEngine, join: str
-) -> None:
-    prompt = f"{JOINS[join](TEXTS[:3])}\n\nQuestion: {QUESTION}\nAnswer:"
+def test_ratio_1_is_the_models_own_answer_to_the_text(engine: TransformersEngine) -> None:
+    prompt = f"{JOINS['numbers'](TEXTS[:3])}\n\nQuestion: {QUESTION}\nAnswer:"
     wanted = own_answer(engine, engine.tokenizer(prompt).input_ids)
     blended = engine.generate(prompt, GREEDY)
     assert [chunk.hit for chunk in blended.report.chunks] == [True] * 3
