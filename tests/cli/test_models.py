@@ -31,5 +31,5 @@ def test_a_model_is_fetched_listed_and_asked(cli, tmp_path: Path) -> None:
     assert "A tiny model" in shown
     assert "Apache-2.0" in shown
     assert str(folder) in shown
-    found = cli("doctor", "--model", "tiny", "--json")
+    found = cli("doctor", "tiny", "--json")
     assert found.json["model"]["architecture"] == "LlamaForCausalLM"

@@ -138,13 +138,13 @@ class TestUnmodifiedClients(UnmodifiedClients):
 
 def test_doctor_says_that_it_blends(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHEBLEND_API_KEY", KEY)
-    found = doctor(server.url, "--model", TOY)
+    found = doctor(server.url, TOY)
     assert (found["problem"], found["blending"], found["model"]) == (None, True, "toy")
     assert found["versions"]["vllm"].startswith("0.")
     assert found["store"].keys() == {"chunks", "bytes"}
-    own = doctor(server.url, "--namespace", NAMESPACE)["connector"]
+    own = doctor(server.url, "--set", f"namespace={NAMESPACE}")["connector"]
     assert own["namespace"] == NAMESPACE
-    other = doctor(server.url, "--namespace", "another")["connector"]
+    other = doctor(server.url, "--set", "namespace=another")["connector"]
     assert "not 'another' but another, " in other["namespace"]
 
 
