@@ -7,13 +7,15 @@ keys, and knows a request's namespace by them.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
 from cacheblend_rag.api.documents import NO_ENGINE, documents_router, store_router
 from cacheblend_rag.api.gate import EngineLending
@@ -48,6 +50,10 @@ class DocumentsPlugin:
         app.include_router(documents_router)
         app.include_router(jobs_router)
         app.include_router(APIRouter(lifespan=_closing))
+        with suppress(ImportError):
+            from vllm.exceptions import VLLMValidationError
+
+            app.add_exception_handler(VLLMValidationError, refused)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Get ready to open engines; engine_client: vLLM's, None on a server without a model."""
@@ -118,6 +124,18 @@ class ServerEngines(EngineLending):
                 read_only=store.read_only,
             ),
         )
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    """Answer as vLLM does, but with the code that clients look for if a prompt is too long."""
+    handlers = request.app.exception_handlers
+    vllms = next(handlers[kind] for kind in type(error).__mro__[1:] if kind in handlers)
+    answer: Response = await vllms(request, error)
+    if "maximum context length" in str(error):
+        told = json.loads(bytes(answer.body))
+        told["error"]["code"] = "context_length_exceeded"
+        answer = JSONResponse(told, answer.status_code)
+    return answer
 
 
 @asynccontextmanager

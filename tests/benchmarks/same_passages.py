@@ -33,9 +33,8 @@ def measure(
     passages = [" ".join(text[at * words : (at + 1) * words]) for at in range(PASSAGES)]
     seconds: dict[str, list[float]] = {"full": [], "blended": [], "exact": []}
     exact = 0
-    options: dict[str, Any] = {"max_model_len": 4096} if engine == "vllm" else {}
     asked = open_engine(
-        engine, model=model, dtype="float32", instruction=instruction, fill_on_miss=True, **options
+        engine, model=model, dtype="float32", instruction=instruction, fill_on_miss=True
     )
     with closing(asked):
         asked.precompute([Document(str(at), (one,)) for at, one in enumerate(passages)])

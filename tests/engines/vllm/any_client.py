@@ -116,6 +116,15 @@ class AnyClient:
             answer = client.messages.create(model="toy", max_tokens=4, messages=self.messages())
         assert (answer.usage.cache_read_input_tokens or 0) > LEAST
 
+    @pytest.mark.parametrize("streams", [False, True])
+    def test_a_prompt_that_is_too_long_has_openais_code(
+        self, client: openai.OpenAI, streams: bool
+    ) -> None:
+        long: list[Any] = [{"role": "user", "content": "w1 " * 9000}]
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as told:
+            client.chat.completions.create(model="toy", messages=long, stream=streams)
+        assert told.value.code == "context_length_exceeded"
+
     def test_ratio_1_is_plain_and_plain_is_never_blended(self, client: openai.OpenAI) -> None:
         seed = next(self.questions)
         off, told = {"kv_transfer_params": NOTHING_FOUND.to_params()}, {"logprobs": True}
