@@ -165,9 +165,10 @@ def _named(
 
 @dataclass(frozen=True)
 class OpenStore:
-    """An open store. folder: the one with the registry of chunks and the record of models."""
+    """An open store. place: its folder or first tier. folder: of its registry and its models."""
 
     store: TieredKVStore
+    place: str
     folder: Path | None
 
     def count(self) -> dict[str, Any]:
@@ -181,6 +182,7 @@ class OpenStore:
         labels = {} if self.folder is None else labels_in(self.folder)
         disks = [tier for tier in self.store.tiers if isinstance(tier, DiskTier)]
         return {
+            "path": self.place,
             "entries": len(held),
             "bytes": sum(entry.nbytes for entry in held.values()),
             "quarantined": sum(len(tier.quarantined()) for tier in disks),
@@ -276,9 +278,10 @@ def opened(places: Sequence[str], *, read_only: bool = False) -> Iterator[OpenSt
     config = StoreConfig(kv_path=kv_path, tiers=tuple(urls), read_only=read_only)
     try:
         with TieredKVStore.of(config) as store:
-            yield OpenStore(store, next(iter([*map(Path, folders), *disks]), None))
+            folder = next(iter([*map(Path, folders), *disks]), None)
+            yield OpenStore(store, kv_path or urls[0], folder)
     except OSError as error:
-        raise StoreError(f"{places[0]}: {error}") from error
+        raise StoreError(f"{kv_path or urls[0]}: {error}") from error
 
 
 def examine_store(path: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ OnlyOption = Annotated[
 def stats(places: StoreArgument = None, as_json: JsonOption = False) -> None:
     """Count chunks and bytes, in all, by tier and by fingerprint."""
     with _opened(places, read_only=True) as found:
-        held = {"path": _path(places), **found.count()}
+        held = found.count()
     rows = [
         (name, held["of"].get(name, ""), of["entries"], of["bytes"])
         for name, of in sorted(held["fingerprints"].items())
@@ -88,7 +88,7 @@ def list_chunks(
         for one, (_, of) in zip(chunks, held, strict=True)
     ]
     columns = ("key", "of", "bytes", "written", "used")
-    _show({"path": _path(places), "chunks": chunks}, as_json, columns, rows)
+    _show({"path": found.place, "chunks": chunks}, as_json, columns, rows)
 
 
 @store_app.command()
@@ -102,7 +102,7 @@ def verify(
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
-        "path": _path(places),
+        "path": opened.place,
         "checked": report.checked,
         "damaged": damaged,
         "quarantined": len(damaged) if repair else 0,
@@ -129,10 +129,10 @@ def evict(
     choice = _choice(only)
     with _opened(places) as opened:
         if not (choice.given() or yes):
-            typer.confirm(f"Evict all chunks in {_path(places)}?", abort=True, err=True)
+            typer.confirm(f"Evict all chunks in {opened.place}?", abort=True, err=True)
         doomed = [key for key, _ in opened.by_use(choice, spare=True)]
         evicted = sum((opened.store.evict(key) for key in doomed), Evicted())
-    told = {"path": _path(places), "evicted": evicted, "pending": evicted.pending}
+    told = {"path": opened.place, "evicted": evicted, "pending": evicted.pending}
     _show(told, as_json, ("evicted",), [(evicted,)])
     if evicted.waiting:
         typer.echo(evicted.waiting, err=True)
@@ -154,7 +154,7 @@ def pin_chunks(
     with _opened(places) as opened:
         done, change = ("unpinned", opened.unpin) if undo else ("pinned", opened.pin)
         count, elsewhere = change(choice), opened.without_pins()
-    _show({"path": _path(places), done: count}, as_json, (done,), [(count,)])
+    _show({"path": opened.place, done: count}, as_json, (done,), [(count,)])
     if elsewhere and not undo:
         typer.echo(
             f"no pins are kept in {', '.join(elsewhere)}: chunks may be evicted there", err=True
@@ -186,31 +186,18 @@ def _choice(only: Sequence[str] | None) -> Choice:
     return Choice(**named(only, Choice, option="--only"))
 
 
-def _places(given: Sequence[str] | None) -> list[str]:
-    """Return a store's places, by default the environment's folder or the default collection's."""
-    default = os.environ.get(KV_PATH_VARIABLE) or str(DEFAULT_FOLDER / KV_NAME)
-    return [_place(place) for place in given or [default]]
-
-
 def _place(place: str) -> str:
     """Return a place; of a collection's folder its store."""
     is_collection = "://" not in place and (Path(place) / FILE_NAME).exists()
     return str(Path(place) / KV_NAME) if is_collection else place
 
 
-def _path(given: Sequence[str] | None) -> str:
-    """Return what is told of a store's place: never a URL's password."""
-    from cacheblend_rag.settings.tier_url import TierUrl
-
-    first = _places(given)[0]
-    return str(TierUrl(first)) if "://" in first else first
-
-
 @contextmanager
 def _opened(places: Sequence[str] | None, *, read_only: bool = False) -> Iterator[OpenStore]:
     from cacheblend_rag.admin import inspect
 
-    with inspect.opened(_places(places), read_only=read_only) as found:
+    default = os.environ.get(KV_PATH_VARIABLE) or str(DEFAULT_FOLDER / KV_NAME)
+    with inspect.opened([*map(_place, places or [default])], read_only=read_only) as found:
         yield found
 
 

@@ -18,7 +18,6 @@ from cacheblend_rag.cli import serve, serve_vllm
 from cacheblend_rag.engines import factory
 from cacheblend_rag.engines.vllm import serve as vllm_serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from tests.readme import blocks, commands
 from tests.toy import TOY
 
 ON_VLLM = ("--engine", "vllm")
@@ -131,16 +130,6 @@ def test_further_names_of_the_server_are_for_the_middleware(
         outcome = cli("serve", TOY, *ON_VLLM, "--allowed-host", wrong)
         assert outcome.code != 0, wrong
         assert f"--allowed-host {wrong!r} must be a name or an address" in outcome.stderr
-
-
-@pytest.mark.usefixtures("smollm2_folder")
-def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (words,) = [words for words in commands("cacheblend-rag") if words[1] == "serve"]
-    assert cli(*words[1:]).code == 0
-    (program,) = [block for block in blocks("python") if "http://" in block]
-    port = executed[0][executed[0].index("--port") + 1]
-    assert f"http://127.0.0.1:{port}" in program
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
