@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.prefill import policy
 from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
-from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
+from tests.real.fixtures import smollm2_folder  # noqa: F401 - fixtures
 
 LONG = ("contracts", "real")
 """Folders whose files take minutes: they come first, since at the end one process would wait."""

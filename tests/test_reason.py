@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import copy
 import json
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -13,12 +11,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-import pytest
-
 import cacheblend_rag
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.kv.stored_chunk import NOT_FINITE, STORE_FULL, PutResult
 from cacheblend_rag.prefill.policy import Decision
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
@@ -98,34 +93,6 @@ def test_json_has_each_code_beside_its_sentence() -> None:
     assert (told["selector_reason"], told["selector_reason_code"]) == (None, None)
     assert [chunk["reason_code"] for chunk in told["chunks"]] == [None, "slow"]
     assert [chunk["reason"] for chunk in told["chunks"]] == [None, "slow"]
-
-
-@pytest.mark.parametrize(
-    "same",
-    [copy.copy, copy.deepcopy, lambda reason: pickle.loads(pickle.dumps(reason))],  # noqa: S301
-)
-def test_a_copy_keeps_its_code(same: Any) -> None:
-    again = same(SLOW)
-    assert type(again) is Reason
-    assert (again, again.code) == (SLOW, ReasonCode.SLOW)
-
-
-def test_counts_by_sentence_add_up_by_code() -> None:
-    refused = {SLOW: 2, Reason(ReasonCode.SLOW, "otherwise"): 1, STORE_FULL: 4}
-    wanted = {"slow": 3, "store_full": 4}
-    assert PrecomputeReport(refused=refused).refused_codes == wanted
-
-
-def test_what_a_store_refuses_has_a_code() -> None:
-    full = PutResult.of_tiers([(True, PutResult(False))])
-    for put, code in (
-        (PutResult(False, "disk tier: no space left"), ReasonCode.STORE_ERROR),
-        (full, ReasonCode.STORE_FULL),
-        (PutResult(False, is_finite=False), ReasonCode.NOT_FINITE),
-    ):
-        assert put.refusal is not None
-        assert put.refusal.code is code
-    assert NOT_FINITE.code is ReasonCode.NOT_FINITE
 
 
 def test_a_refused_model_says_what_of_it_is_not_supported() -> None:

@@ -1,4 +1,4 @@
-"""Draws passages and requests from the package's real texts, and runs ways to answer in turn."""
+"""Draws chunks, questions and requests, random or real, and runs the ways to measure in turn."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
+from cacheblend_rag.text.encoder import PromptEncoder
+from cacheblend_rag.text.prompt import BlendPrompt
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
 LEAD_IN = "none"
@@ -28,46 +31,33 @@ SEED = 7
 _WORD = re.compile(r"\S+")
 Case = Callable[[int], float]
 """Runs what is measured once: takes the run's number (0 is the warm-up), returns seconds."""
+
 Advance = Callable[[str], None]
 """Called with the label of the next step, for a progress display."""
 
 
-def cut_passages(
-    rng: random.Random, tokens: int, count_tokens: Callable[[str], int]
-) -> Iterator[str]:
-    """Yield real text in pieces of as many whole words as fit in ``tokens`` tokens, at least one.
+@dataclass(frozen=True)
+class Texts:
+    """What a prompt is made of.
 
-    Texts come in random order; then their sentences come again, in another order each time.
-
-    count_tokens: tells how many tokens a text has.
+    most_tokens: of prompts with all chunks, in any order. separator: between chunks, and before
+    the question.
     """
-    texts, rest = _endless(rng, load_real_texts().passages), ""
-    while True:
-        while count_tokens(rest) <= tokens:
-            rest += (SEPARATOR if rest else "") + next(texts)
-        ends = [word.end() for word in _WORD.finditer(rest)]
-        fitting = bisect_right(ends, tokens, key=lambda end: count_tokens(rest[:end]))
-        end = ends[max(fitting, 1) - 1]
-        yield rest[:end]
-        rest = rest[end:].lstrip()
+
+    chunks: Sequence[Chunk]
+    question: str
+    most_tokens: int
+    separator: str = ""
+
+    def prompt(self, chunks: Sequence[Chunk] | None = None) -> BlendPrompt:
+        """Return a prompt of all chunks, or of ``chunks``, and the question."""
+        parts = self.chunks if chunks is None else chunks
+        return BlendPrompt.of(
+            *(part for chunk in parts for part in (chunk, self.separator)), self.question
+        )
 
 
-def _endless(rng: random.Random, texts: Sequence[str]) -> Iterator[str]:
-    yield from rng.sample(texts, len(texts))
-    sentences = [
-        sentence if sentence.endswith("?") else f"{sentence}."
-        for text in texts
-        for sentence in text.rstrip(".").split(". ")
-    ]
-    while True:
-        again = rng.sample(sentences, len(sentences))
-        for start in range(0, len(again), PARAGRAPH):
-            yield " ".join(again[start : start + PARAGRAPH])
-
-
-def to_chunks(
-    texts: Sequence[str], *, selector: str, name: str, separator: str = SEPARATOR
-) -> list[Chunk]:
+def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str) -> list[Chunk]:
     """Return texts as the chunks of one document, ``name``; evicting it removes all their KV.
 
     If the selector needs a prior, each has the chunks before it as context, with ``separator``
@@ -76,6 +66,86 @@ def to_chunks(
     if make_selector(selector).needs_prior:
         return Document(name, tuple(texts), separator=separator).to_chunks()
     return [Chunk(text, name) for text in texts]
+
+
+def sentences_of(texts: Sequence[str]) -> list[str]:
+    """Return the sentences of texts, cut behind full stops, those of abbreviations among them."""
+    return [
+        sentence if sentence.endswith("?") else f"{sentence}."
+        for text in texts
+        for sentence in text.rstrip(".").split(". ")
+    ]
+
+
+class Cutter:
+    """Joins texts in random order and cuts the result, between words, into pieces.
+
+    Once all texts are used up, their sentences come again, in an order of their own each time.
+
+    count_tokens: tells how many tokens a text has. separator: between texts.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        texts: Sequence[str],
+        count_tokens: Callable[[str], int],
+        separator: str,
+    ) -> None:
+        self._count, self._separator = count_tokens, separator
+        self._more, self._rest = _endless(rng, texts), ""
+
+    def cut(self, tokens: int) -> str:
+        """Return the next piece: as many whole words as fit in ``tokens`` tokens, at least one."""
+        while self._count(self._rest) <= tokens:
+            self._rest += (self._separator if self._rest else "") + next(self._more)
+        ends = [word.end() for word in _WORD.finditer(self._rest)]
+        fitting = bisect_right(ends, tokens, key=lambda end: self._count(self._rest[:end]))
+        end = ends[max(fitting, 1) - 1]
+        piece, self._rest = self._rest[:end], self._rest[end:].lstrip()
+        return piece
+
+
+def _endless(rng: random.Random, texts: Sequence[str]) -> Iterator[str]:
+    yield from rng.sample(texts, len(texts))
+    sentences = sentences_of(texts)
+    while True:
+        again = rng.sample(sentences, len(sentences))
+        for start in range(0, len(again), PARAGRAPH):
+            yield " ".join(again[start : start + PARAGRAPH])
+
+
+def draw_real_texts(
+    rng: random.Random,
+    encoder: PromptEncoder,
+    *,
+    chunks: int,
+    chunk_tokens: int,
+    question_tokens: int,
+    selector: str,
+    name: str,
+) -> Texts:
+    """Return chunks cut from the package's passages, and a question made of its questions.
+
+    selector, name: as for `to_chunks`.
+    """
+    real = load_real_texts()
+
+    def count_tokens(text: str) -> int:
+        return len(encoder.chunk(text))
+
+    passages = Cutter(rng, real.passages, count_tokens, SEPARATOR)
+    questions = Cutter(rng, real.questions, count_tokens, " ")
+    cut = [passages.cut(chunk_tokens) for _ in range(chunks)]
+    texts = Texts(
+        to_chunks(cut, selector=selector, name=name, separator=SEPARATOR),
+        questions.cut(question_tokens),
+        most_tokens=0,
+        separator=SEPARATOR,
+    )
+    # In another order, a chunk's last token may be joined with the separator, or not.
+    most = len(texts.prompt().encode(encoder).token_ids) + chunks
+    return replace(texts, most_tokens=most)
 
 
 def run_in_turns(
@@ -97,32 +167,54 @@ def run_in_turns(
     return seconds
 
 
-def write_workload(folder: Path, requests: int, chunks: int) -> Path:
-    """Write a RAG workload for the load generators of others; return the file of requests.
+@dataclass(frozen=True)
+class RagWorkload:
+    """Requests over documents, for the load generators of others.
 
-    Each line of ``requests.jsonl`` has a prompt: ``chunks`` passages and a question. Passages are
-    asked for by Zipf's law, as those of a knowledge base are, in random order. ``documents/`` holds
-    what a server stores of each document.
-
-    Raises ConfigError for more passages in a prompt than there are, and OSError.
+    documents: the passages of each. prompts: of the requests.
     """
-    if chunks > DOCUMENTS * PASSAGES:
-        raise ConfigError(f"--chunks {chunks} must be at most {DOCUMENTS * PASSAGES}")
-    rng, questions = random.Random(SEED), load_real_texts().questions
-    cut = cut_passages(rng, WORDS, lambda text: len(text.split()))
-    passages = [next(cut) for _ in range(DOCUMENTS * PASSAGES)]
-    (folder / "documents").mkdir(parents=True, exist_ok=True)
-    for number in range(DOCUMENTS):
-        own = passages[number * PASSAGES : (number + 1) * PASSAGES]
-        (folder / "documents" / f"bench-{number}").write_text(json.dumps({"chunks": own}))
-    rng.shuffle(passages)
-    weights, path = zipf_weights(len(passages), 1.0), folder / "requests.jsonl"
-    with path.open("w") as file:
-        for _ in range(requests):
-            parts = [passages[rank] for rank in draw_ranks(rng, weights, chunks)]
-            prompt = SEPARATOR.join([*parts, f"Question: {rng.choice(questions)}\nAnswer:"])
-            file.write(f"{json.dumps({'prompt': prompt, 'output_tokens': OUTPUT_TOKENS})}\n")
-    return path
+
+    documents: Mapping[str, Sequence[str]]
+    prompts: Sequence[str]
+
+    @classmethod
+    def draw(cls, requests: int, chunks: int) -> RagWorkload:
+        """Return so many requests, each with a question behind ``chunks`` passages of real text.
+
+        Passages are asked for by Zipf's law, as those of a knowledge base are, in random order.
+        Raises ConfigError for more passages in a prompt than there are.
+        """
+        if chunks > DOCUMENTS * PASSAGES:
+            raise ConfigError(f"--chunks {chunks} must be at most {DOCUMENTS * PASSAGES}")
+        rng, real = random.Random(SEED), load_real_texts()
+        cutter = Cutter(rng, real.passages, lambda text: len(text.split()), SEPARATOR)
+        documents = {
+            f"bench-{number}": [cutter.cut(WORDS) for _ in range(PASSAGES)]
+            for number in range(DOCUMENTS)
+        }
+        passages = [one for some in documents.values() for one in some]
+        rng.shuffle(passages)
+        weights = zipf_weights(len(passages), 1.0)
+        prompts = [
+            SEPARATOR.join(
+                [
+                    *(passages[rank] for rank in draw_ranks(rng, weights, chunks)),
+                    f"Question: {rng.choice(real.questions)}\nAnswer:",
+                ]
+            )
+            for _ in range(requests)
+        ]
+        return cls(documents, prompts)
+
+    def save(self, folder: Path) -> None:
+        """Write ``requests.jsonl``, and in ``documents/`` what a server stores of each; OSError."""
+        (folder / "documents").mkdir(parents=True, exist_ok=True)
+        for name, passages in self.documents.items():
+            (folder / "documents" / name).write_text(json.dumps({"chunks": passages}))
+        with (folder / "requests.jsonl").open("w") as file:
+            for prompt in self.prompts:
+                line = json.dumps({"prompt": prompt, "output_tokens": OUTPUT_TOKENS})
+                file.write(f"{line}\n")
 
 
 def zipf_weights(count: int, exponent: float) -> list[float]:

@@ -25,9 +25,8 @@ SetOption = Annotated[
     ),
 ]
 EXAMPLES = {"--set": "host_bytes=8GiB", "--only": "older_than=12h"}
-NOT_GIVEN_HERE = frozenset({"api_key", "tokenizer", "store"})
-"""A key belongs in the environment, where no list of processes shows it; a store's settings are
-given by their own names."""
+NOT_GIVEN_HERE = frozenset({"api_key", "tokenizer"})
+"""A key belongs in the environment, where no list of processes shows it."""
 
 
 def named(

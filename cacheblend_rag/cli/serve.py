@@ -13,7 +13,7 @@ import typer
 from pydantic import Field
 
 from cacheblend_rag.cli import asking, options, output, serve_vllm
-from cacheblend_rag.cli.named_settings import SetOption, gathered, named, taken
+from cacheblend_rag.cli.named_settings import SetOption, gathered, named
 from cacheblend_rag.cli.serve_vllm import Address, warn_of_memory
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -149,7 +149,7 @@ def serve_command(
     kinds = (ConnectorSettings, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
     found = named(settings, *kinds, ServerSettings)
     _allow(found, found.keys() - OWN, "this command has an option of its own for it")
-    own = ServerSettings(**taken(found, ServerSettings))
+    own = ServerSettings(**{one: found.pop(one) for one in names_of(ServerSettings) & found.keys()})
     others = tuple(map(check_host, allowed_host or ()))
     address = Address(host, port, own.max_body_mib, others)
     if collection is not None:
@@ -210,8 +210,9 @@ def _allow(found: dict[str, Any], allowed: Iterable[str], why: str) -> None:
 
 def _store(found: dict[str, Any], kv_path: Path | None) -> StoreConfig:
     """Take the store's settings out of those that were found; raises ConfigError."""
+    names = names_of(StoreConfig) & found.keys()
     path = None if kv_path is None else str(kv_path)
-    kept = StoreConfig(kv_path=path, **taken(found, StoreConfig))
+    kept = StoreConfig(kv_path=path, **{name: found.pop(name) for name in names})
     if kept.kv_path is None and kept.disk_bytes is not None:
         raise ConfigError("--set disk_bytes is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:

@@ -11,13 +11,12 @@ import random
 import tempfile
 import time
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.bench.workload import cut_passages, draw_ranks, to_chunks, zipf_weights
+from cacheblend_rag.bench.workload import draw_ranks, draw_real_texts, zipf_weights
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.kv.store import TieredKVStore
@@ -47,9 +46,10 @@ def measure(
     same_answers: how many requests got the same greedy tokens in all runs.
     """
     rng, given = random.Random(seed), GivenModel.of(model, None, None, None)
-    encoder = PromptEncoder(given.tokenizer)
-    cut = cut_passages(rng, chunk_tokens, lambda text: len(encoder.chunk(text)))
-    known = to_chunks(list(islice(cut, chunks)), selector="none", name="bench")
+    known = draw_real_texts(
+        rng, PromptEncoder(given.tokenizer), chunks=chunks, chunk_tokens=chunk_tokens,
+        question_tokens=8, selector="none", name="bench",
+    ).chunks  # fmt: skip
     weights = zipf_weights(chunks, 1.0)
     questions = [one.question for one in load_passages().questions]
     prompts = []

@@ -11,11 +11,10 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, Conversation, SamplingParams
-from cacheblend_rag.bench.workload import ONE_TOKEN, cut_passages, to_chunks
+from cacheblend_rag.bench.workload import ONE_TOKEN, draw_real_texts
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -57,8 +56,10 @@ def measure(
             instruction=lambda tokenizer: InstructedChat(tokenizer, INSTRUCTION).lead_in,
         )
         stack.callback(engine.close)
-        cut = cut_passages(rng, passage_tokens, lambda text: len(engine.encoder.chunk(text)))
-        chunks = to_chunks(list(islice(cut, turns * passages)), selector="none", name="bench")
+        chunks = draw_real_texts(
+            rng, engine.encoder, chunks=turns * passages, chunk_tokens=passage_tokens,
+            question_tokens=8, selector="none", name="bench",
+        ).chunks  # fmt: skip
         engine.precompute(chunks, progress=False)
         asked = [
             (rng.choice(load_passages().questions).question, chunks[at : at + passages])

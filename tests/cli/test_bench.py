@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from cacheblend_rag.bench import store
-from cacheblend_rag.bench.workload import cut_passages, run_in_turns, to_chunks
+from cacheblend_rag.bench.workload import Cutter, draw_real_texts, run_in_turns
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.models import resolve
@@ -36,7 +35,7 @@ def test_a_model_is_measured_with_any_setting(cli, slow_blends, redis):
     assert set(found) == FIELDS
     assert (found["engine"], found["model"], found["selector"]) == ("transformers", "toy", "hkvd")
     assert (found["ratio"], found["tiers"]) == (0.25, ["redis"])
-    assert 2 * 45 < found["prompt_tokens"] <= 2 * 48 + 32 + 5
+    assert 2 * 45 + 20 < found["prompt_tokens"] <= 2 * 48 + 32 + 5
     assert found["speedup"] == pytest.approx(found["full_seconds"] / found["blend_seconds"])
     assert found["share_of_bound"] == pytest.approx(found["speedup"] / found["bound"])
     assert found["load_seconds"] > 0 <= found["hidden_share"] <= 1
@@ -99,18 +98,34 @@ def test_bench_store_measures_tiers(cli, tmp_path, monkeypatch):
     assert "disk" in cli("bench", "store", *given).stdout
 
 
-def test_passages_are_as_long_as_words_allow_and_share_no_text():
+def test_texts_are_cut_one_behind_the_other_and_none_comes_twice():
+    texts = ("One two three. Four five.", "Six seven.", "Eight nine ten. Eleven twelve thirteen.")
+    pieces = Cutter(random.Random(0), texts, lambda text: len(text.split()), "\n\n")
+    cut = [pieces.cut(4) for _ in range(3)]
+    assert [len(piece.split()) for piece in cut] == [4, 4, 4]
+    assert sorted(" ".join([*cut, pieces.cut(1)]).split()) == sorted(" ".join(texts).split())
+
+
+def test_chunks_of_real_text_are_as_long_as_words_allow_and_share_none():
     encoder = PromptEncoder(load_tokenizer(TOY))
-    cut = cut_passages(random.Random(3), 512, lambda text: len(encoder.chunk(text)))
-    texts = list(islice(cut, 32))
-    assert all(500 <= len(encoder.chunk(text)) <= 512 for text in texts)
-    words, source = (
-        Counter(word for text in some for word in text.split())
-        for some in (texts, load_real_texts().passages)
+
+    def draw(chunks, selector):
+        return draw_real_texts(
+            random.Random(3), encoder, chunks=chunks, chunk_tokens=512, question_tokens=32,
+            selector=selector, name="texts",
+        )  # fmt: skip
+
+    texts = draw(32, "hkvd")
+    assert all(500 <= len(encoder.chunk(chunk.text)) <= 512 for chunk in texts.chunks)
+    assert 20 <= len(encoder.chunk(texts.question)) <= 32
+    cut, source = (
+        Counter(word for text in texts for word in text.split())
+        for texts in ((chunk.text for chunk in texts.chunks), load_real_texts().passages)
     )
-    assert words.total() > 5000
-    assert words <= source
-    first, second, third = to_chunks(texts[:3], selector="prior", name="texts")
+    assert cut.total() > 5000
+    assert cut <= source
+    assert len(texts.prompt().encode(encoder).token_ids) <= texts.most_tokens
+    first, second, third = draw(3, "prior").chunks
     assert tuple(third.context)[::2] == (first.text, second.text), "what a prior is computed in"
     assert not first.context
 

@@ -28,10 +28,19 @@ def test_json_refuses_what_json_cannot_say():
         output.print_json({"a": float("nan")})
 
 
-def test_durations_carry_their_unit():
-    assert [*map(output.duration, (0.0123, 0.0999, 1.236))] == ["12.3 ms", "99.9 ms", "1.24 s"]
-    rough = ["less than a second", "75 s", "2.5 min", "2.5 h"]
-    assert [*map(output.rough_duration, (0.2, 75, 150, 9000))] == rough
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0123, "12.3 ms"), (0.0999, "99.9 ms"), (1.236, "1.24 s")]
+)
+def test_durations_carry_their_unit(seconds, text):
+    assert output.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "less than a second"), (75, "75 s"), (150, "2.5 min"), (9000, "2.5 h")],
+)
+def test_estimates_are_rough(seconds, text):
+    assert output.rough_duration(seconds) == text
 
 
 def test_terminals_are_sent_no_control_characters():

@@ -98,22 +98,23 @@ def test_other_machines_need_a_key_to_reach_the_embedded_engine(cli, served_here
     assert served_here
 
 
-def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ((), False),
+        (("--host", "::1"), False),
+        (("--host", "localhost"), False),
+        (("--host", "10.0.0.1"), True),
+        (("--host", "gpu-3"), True),
+        (("--host", "10.0.0.1", "--api-key=sesame"), False),
+    ],
+)
+def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-
-    def is_told(*options):
-        return "may ask, store, evict" in cli("serve", TOY, *ON_VLLM, *options).stderr
-
-    for told, options in (
-        (False, ()),
-        (False, ("--host", "::1")),
-        (True, ("--host", "10.0.0.1")),
-        (True, ("--host", "gpu-3")),
-        (False, ("--host", "10.0.0.1", "--api-key=sesame")),
-    ):
-        assert is_told(*options) == told
+    outcome = cli("serve", TOY, *ON_VLLM, *options)
+    assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    assert not is_told("--host", "gpu-3")
+    assert "may ask" not in cli("serve", TOY, *ON_VLLM, *options).stderr
 
 
 def test_further_names_of_the_server_are_for_the_middleware(
@@ -184,18 +185,21 @@ def test_vllm_has_the_parsers_of_tool_calls():
     assert [one for one in serve_vllm.TOOL_PARSERS.values() if f'"{one}": (' not in registry] == []
 
 
-def test_what_is_not_given_is_the_environments_or_the_connectors(
+def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
     cli, executed, tmp_path, monkeypatch
 ):
-    def settled(*given):
+    monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
+    for given, kept in ((), "kv"), (("--kv-path", tmp_path / "other"), "other"):
         assert cli("serve", TOY, *ON_VLLM, *given).code == 0
         told = json.loads(executed[-1][executed[-1].index("--kv-transfer-config") + 1])
-        return told["kv_connector_extra_config"]
+        assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
 
-    assert settled() == ConnectorSettings().to_extra_config()
-    monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
-    assert settled()["kv_path"] == str(tmp_path / "kv")
-    assert settled("--kv-path", tmp_path / "other")["kv_path"] == str(tmp_path / "other")
+
+def test_serve_settles_what_is_not_given_as_the_connector_does(cli, executed):
+    assert cli("serve", TOY, *ON_VLLM).code == 0
+    told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
+    settled = told["kv_connector_extra_config"]
+    assert settled == ConnectorSettings().to_extra_config()
 
 
 @pytest.mark.usefixtures("model_cache")
@@ -216,7 +220,7 @@ def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypatch):
     """vLLM finds it after it has loaded the model, half a minute later, with a traceback."""
-    monkeypatch.setattr(serve.checks, "check_model", lambda name: None)
+    monkeypatch.setattr(serve.checks, "check_model", None)
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind(("127.0.0.1", 0))
@@ -227,9 +231,17 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypa
             assert outcome.code == 2
             assert f"port {port} of {host} is in use: stop what listens there" in outcome.stderr
             assert outcome.stderr.count("\n") == 1
-        assert executed == []
+    assert executed == []
+
+
+def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
         assert cli("serve", TOY, *ON_VLLM, "--port", port, "--uds", "vllm.sock").code == 0
     assert cli("serve", TOY, *ON_VLLM, "--port", port).code == 0
+    assert len(executed) == 2
 
 
 def test_serve_with_tenants(cli, executed, tmp_path, monkeypatch):

@@ -117,14 +117,11 @@ class ConversationContract:
         assert len({chunk.chunk_id for chunk in report.chunks}) == 1
         assert report.computed_tokens == 1 + EDGE_TOKENS + 24
 
-    @pytest.mark.parametrize("passages", [0, 2])
-    def test_turns_are_reused_after_the_oldest_were_dropped(
-        self, opened: Open, passages: int
-    ) -> None:
-        room = 3 * (passages * 60 + 24 + 2 + 16) + 40
+    def test_turns_are_reused_after_the_oldest_were_dropped(self, opened: Open) -> None:
+        room = 3 * (2 * 60 + 24 + 2 + 16) + 40
         conversation = begun(opened(), prompt_tokens=room)
         for turn in range(8):
-            report = self.asked(conversation, turn, passages=passages).report
+            report = self.asked(conversation, turn).report
             assert report.prompt_tokens <= room
         assert 1 <= len(conversation.turns) < 8
         earlier = len(conversation.turns) - 1
@@ -155,20 +152,17 @@ class ConversationContract:
         assert _hits(resumed) == _hits(usual), "which repeats it, so less may be recomputed"
         assert resumed.computed_tokens == usual.computed_tokens
 
-    @pytest.mark.parametrize("passages", [0, 2])
-    def test_conversations_with_the_same_text_share_nothing(
-        self, opened: Open, passages: int
-    ) -> None:
+    def test_conversations_with_the_same_text_share_nothing(self, opened: Open) -> None:
         engine = opened(recompute_ratio=1.0)  # so that both get the same answers
         one, other = begun(engine), begun(engine)
         for turn in range(3):
-            self.asked(one, turn, passages=passages)
+            self.asked(one, turn)
         before = self.kept(engine)
         for turn in range(3):
-            report = self.asked(other, turn, passages=passages).report
+            report = self.asked(other, turn).report
             if not turn:
                 hits = [chunk for chunk in report.chunks if chunk.hit]
-                assert len(hits) == passages, "only passages, which are no conversation's"
+                assert len(hits) == 2, "only passages, which are no conversation's"
                 assert report.prefix_tokens == 0
         assert one.turns == other.turns
         of_one, of_other = (_names(each) for each in (one, other))

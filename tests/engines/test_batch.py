@@ -19,7 +19,6 @@ from cacheblend_rag.engines.batch import (
     MOST_OVERTAKEN,
     MOST_TOGETHER,
     Chunks,
-    OverlapQueue,
     answer_batch,
     by_overlap,
 )
@@ -44,20 +43,6 @@ def test_no_prompt_waits_longer_than_it_may(prompts: list[Chunks]) -> None:
     order = by_overlap(prompts)
     assert sorted(order) == list(range(len(prompts)))
     assert all(place <= index + MOST_OVERTAKEN for place, index in enumerate(order))
-
-
-@given(prompts=PROMPTS, left=st.sets(st.integers(0, 90)))
-@settings(max_examples=100, deadline=None)
-def test_those_that_leave_hold_up_nobody(prompts: list[Chunks], left: set[int]) -> None:
-    queue = OverlapQueue[int]()
-    for index, wanted in enumerate(prompts):
-        queue.add(index, wanted)
-    for index in left & set(queue):
-        queue.remove(index)
-    order = [queue.pop() for _ in range(len(queue))]
-    assert sorted(order) == [index for index in range(len(prompts)) if index not in left]
-    with pytest.raises(ValueError, match="not in"):
-        queue.remove(0)
 
 
 def test_those_that_share_chunks_stand_together() -> None:

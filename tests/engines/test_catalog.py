@@ -18,7 +18,6 @@ from cacheblend_rag.engines import finder as finder_module
 from cacheblend_rag.engines.catalog import Catalog, encoded
 from cacheblend_rag.engines.catalog_places import InFolder, InObjects, Place, open_place, place_of
 from cacheblend_rag.engines.finder import Finder
-from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.kv import mac
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.settings import StoreConfig
@@ -156,17 +155,6 @@ def test_a_restart_finds_what_was_not_deleted(fleet: Fleet) -> None:
     assert forgotten not in kept, "its tokens are gone"
     assert left in kept
     assert b"default" not in kept
-
-
-def test_what_is_stored_while_another_deletes_it_is_known(fleet: Fleet) -> None:
-    one, other = fleet.open(), fleet.open()
-    learn(one, run(FIRST, SECOND))
-    waited(lambda: len(found(other, FIRST, SECOND)) == 2)
-    for _ in range(3):
-        forget(one, FIRST, SECOND)
-        learn(other, run(FIRST, SECOND), fresh=(0, 1))
-        waited(lambda: len(found(one, FIRST, SECOND)) == 2)
-    assert len(found(fleet.open(), FIRST, SECOND)) == 2
 
 
 def test_a_store_that_is_only_read_changes_nothing_there(fleet: Fleet) -> None:
@@ -347,16 +335,6 @@ def test_a_password_is_in_no_log(
                 assert len(found(finder, FIRST)) == 1
             assert caplog.text.count("not found in prompts for now") == told
     assert "hidden" not in caplog.text
-
-
-def test_a_model_without_files_keeps_its_chunks_in_memory(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> Catalog:
-        raise ModelLoadError("no safetensors")
-
-    with closing(Finder(fail)) as finder:
-        learn(finder, run(FIRST))
-        assert len(found(finder, FIRST)) == 1
-    assert "in memory only: no safetensors" in caplog.text
 
 
 WRITER = """

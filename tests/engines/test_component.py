@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ class Component(EngineComponent):
     def opened_with(self) -> EngineConfig:
         """What its engine is opened with."""
         return self._engine_config()
-
-
-def test_a_store_is_given_as_a_whole_or_by_its_settings(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"kv_path": tmp_path, "host_bytes": "8GiB", "disk_bytes": "1.5 MiB"}
-    assert Component(**given).store == StoreConfig(**given) == Component(store=given).store
-    assert Component().store == StoreConfig()
 
 
 def test_only_what_is_shown_is_serialized() -> None:

@@ -61,12 +61,6 @@ def ids(chunks: Sequence[FoundChunk]) -> list[str]:
     return [one.name.chunk_id for one in chunks]
 
 
-def is_part(one: FoundChunk, chunk: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Whether what is found are those of the chunk's tokens that it says."""
-    own = [*chunk[one.before : len(chunk) - one.after]]
-    return one.name.chunk_id == chunk_id(chunk) and own == [*tokens[one.start : one.end]]
-
-
 @pytest.fixture
 def finder() -> Iterator[Finder]:
     with closing(Finder(vocabulary=lambda: VOCABULARY)) as made:
@@ -74,15 +68,6 @@ def finder() -> Iterator[Finder]:
 
 
 # Finding
-
-
-def test_a_part_names_the_whole_chunk(finder: Finder) -> None:
-    long = tuple(range(5000, 5200))
-    learn(finder, run(long))
-    tokens = [*QUESTION, *long[30:90], 3, 3, *long[93:], *QUESTION]
-    parts = finder.find("default", tokens)
-    assert [(p.start, p.end) for p in parts] == [(14, 62), (77, 181)]
-    assert all(is_part(p, long, tokens) for p in parts)
 
 
 def test_a_whole_chunk_is_found_rather_than_a_part_of_a_longer_one(finder: Finder) -> None:
@@ -161,24 +146,6 @@ def test_context_that_is_absent_is_protected(
 ) -> None:
     learn(finder, run(FIRST, SECOND, THIRD, lead_in=DOCUMENT))
     assert [one.protected for one in found(finder, *standing)] == protected
-
-
-def test_a_document_stored_in_parts_is_one_document(finder: Finder) -> None:
-    """A window that moved on gives another job, whose first chunk comes after what was stored."""
-    whole = run(FIRST, SECOND, THIRD, lead_in=DOCUMENT)
-    learn(finder, whole, spans=whole.spans[:2], keys=whole.keys[:2])
-    learn(finder, whole, spans=whole.spans[2:], keys=whole.keys[2:])
-    told = found(finder, FIRST, SECOND, THIRD)
-    assert [one.protected for one in told] == [False] * 3
-
-
-def test_of_several_lead_ins_the_one_most_like_a_prompt_is_taken(finder: Finder) -> None:
-    for lead_in in (BARE, DOCUMENT, BOS):
-        learn(finder, run(FIRST, lead_in=lead_in))
-        learn(finder, run(SECOND, THIRD, lead_in=BARE))
-    learn(finder, run(SECOND, lead_in=BOS))
-    told = [one.name.lead_in for one in found(finder, FIRST, SECOND, THIRD)]
-    assert told == [DOCUMENT, BOS, BARE]
 
 
 # Documents answer only for themselves
@@ -305,12 +272,3 @@ def test_of_too_many_chunks_those_known_first_are_forgotten(
     learn(finder, run(OTHER), "other")
     assert finder.settle()
     assert len(found(finder, THIRD)) + len(found(finder, OTHER, namespace="other")) == 1
-
-
-def test_a_chunk_of_two_documents_stays_until_both_are_deleted(finder: Finder) -> None:
-    """Their KV is one, since nothing of a document stands before it: so it is deleted once."""
-    learn(finder, run(FIRST, SECOND))
-    learn(finder, run(THIRD, SECOND))
-    finder.forget("default", BARE, [(chunk_id(FIRST), ""), (chunk_id(THIRD), "")])
-    assert finder.settle()
-    assert ids(found(finder, FIRST, SECOND, THIRD)) == [chunk_id(SECOND)]

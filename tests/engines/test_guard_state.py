@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines.guard_state import FEWEST, WINDOW, GuardState, Step, bounded
+from cacheblend_rag.engines.guard_state import FEWEST, WINDOW, GuardState, Step
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.settings import GuardConfig
 
@@ -64,10 +64,3 @@ def test_a_gross_excess_is_noticed_soon_and_a_small_one_by_the_mean_of_many() ->
     steps = [small.take(Comparison(1.1 * CONFIG.limit)) for _ in range(FEWEST)]
     assert "up" in steps
     assert steps.index("up") > 0.8 * FEWEST
-
-
-def test_no_sample_outweighs_the_others() -> None:
-    state = GuardState(CONFIG, OWN)
-    assert state.take(Comparison(float("inf"))) is None
-    assert bounded(float("inf")) == 1.0
-    assert bounded(-1.0) == 0.0

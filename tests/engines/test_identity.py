@@ -31,13 +31,6 @@ def test_files_and_memory_agree(folder: Path, dtype: torch.dtype) -> None:
     assert weights_in_files(folder, dtype) == hash_in_memory(model, dtype)
 
 
-def test_shards_and_places_do_not_matter(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=FLOAT32)
-    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    assert weights_in_files(tmp_path / "shards", FLOAT32) == weights_in_files(folder, FLOAT32)
-
-
 def test_other_values_and_other_names_are_another_model(folder: Path) -> None:
     before = weights_in_files(folder, FLOAT32)
     (path,) = folder.glob("*.safetensors")

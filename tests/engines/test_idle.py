@@ -78,16 +78,6 @@ def test_jobs_of_each_kind_are_bounded(queue: IdleQueue, engine: Idler) -> None:
     assert queue.add(IdleJob("other", lambda: steps_of(told, 1)))
 
 
-def test_an_engine_that_is_no_longer_open_has_no_idle_time_to_come(
-    queue: IdleQueue, engine: Idler
-) -> None:
-    ended = Event()
-    engine.idle.clear()
-    queue.add(IdleJob("job", lambda: steps_of(SimpleQueue(), 1), ended=ended.set))
-    engine.is_open = False
-    assert ended.wait(PATIENCE)
-
-
 def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(
     queue: IdleQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -109,14 +99,3 @@ def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(
         "idle work 'bad' failed: in a step",
         "idle work 'bad' failed: at the end",
     ]
-
-
-def test_closing_ends_what_waits_before_it_begins(queue: IdleQueue, engine: Idler) -> None:
-    told, ended = SimpleQueue[object](), SimpleQueue[str]()
-    engine.idle.clear()
-    for name in ("a", "b"):
-        job = IdleJob(name, lambda: steps_of(told, 1), ended=partial(ended.put, name))
-        assert queue.add(job)
-    queue.close()
-    assert [ended.get_nowait() for _ in range(2)] == ["a", "b"]
-    assert told.empty()

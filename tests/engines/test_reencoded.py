@@ -17,11 +17,10 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngin
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.catalog import ComputedRun
 from cacheblend_rag.engines.finder import Finder
-from cacheblend_rag.engines.found_chunk import Vocabulary
+from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.prefill.lead_in import LeadInId
 from cacheblend_rag.text.reencoded import MOST_COMPARED
-from tests.engines.test_finder import is_part
 from tests.models import make_model
 
 SHARE = 0.85
@@ -48,6 +47,12 @@ def passages(count: int) -> list[str]:
     long.sort(key=lambda one: -one.count('"'))
     filled = [textwrap.fill(text, LINE) for text in long[: 2 * count]]
     return ["\n\n".join(pair) for pair in zip(filled[::2], filled[1::2], strict=True)]
+
+
+def is_part(one: FoundChunk, chunk: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether what is found are those of the chunk's tokens that it says."""
+    own = [*chunk[one.before : len(chunk) - one.after]]
+    return one.name.chunk_id == chunk_id(chunk) and own == [*tokens[one.start : one.end]]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
 
 from cacheblend_rag.engines.sampling import (
     ResolvedSampling,
@@ -56,29 +55,6 @@ def test_fields_that_are_none_take_the_models() -> None:
         stop=("x",),
         ignore_eos=True,
     )
-
-
-def test_a_model_that_says_nothing_is_greedy() -> None:
-    assert ResolvedSampling.of_model({}).resolve(SamplingParams()).temperature == 0
-    told = ResolvedSampling.of_model({"temperature": 0.7, "repetition_penalty": 1.3})
-    greedy = told.resolve(SamplingParams())
-    assert (greedy.temperature, greedy.repetition_penalty) == (0, 1.3)
-    assert told.resolve(SamplingParams(temperature=0.4)).temperature == 0.4
-
-
-def test_what_a_model_leaves_out_is_what_transformers_fills_in() -> None:
-    filled = GenerationConfig._get_default_generation_params()
-    drawn = ResolvedSampling.of_model({"do_sample": True}).resolve(SamplingParams())
-    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
-        assert getattr(drawn, name) == filled[name]
-    assert drawn.min_p == 0, "transformers has no processor for it then"
-
-
-@pytest.mark.parametrize("model", [ResolvedSampling.of_model({}), QWEN])
-def test_greedy_is_greedy_whatever_the_model_says(model: ResolvedSampling) -> None:
-    resolved = model.resolve(SamplingParams.greedy(max_tokens=3, stop=("\n",)))
-    assert (resolved.temperature, resolved.repetition_penalty) == (0, 1)
-    assert (resolved.max_tokens, resolved.stop) == (3, ("\n",))
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,6 @@ def test_a_call_that_must_be_made_and_is_cut_is_no_text(
     assert [(call.name, call.arguments) for call in found] == calls
 
 
-def test_a_field_that_is_no_form_is_refused() -> None:
-    for name in ("", "yaml", 3):
-        with pytest.raises(
-            ConfigError, match=f"^structured_outputs.{name} is unknown: give one of"
-        ):
-            StructuredOutputs.of({name: 1})
-
-
 def test_a_deep_schema_is_refused_by_its_tool() -> None:
     deep: dict[str, Any] = {}
     for _ in range(2000):
@@ -156,23 +148,6 @@ def test_a_deep_schema_is_refused_by_its_tool() -> None:
         call_form([tool({}), tool(deep, "g")], 64)
     with pytest.raises(ConfigError, match=r"^structured_outputs.json has more than 64 levels"):
         StructuredOutputs(json=deep)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, StructuredOutputs(json_object=True)),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}},
-            StructuredOutputs(json={"type": "null"}),
-        ),
-    ],
-)
-def test_a_response_format_is_a_form(given: Any, expected: StructuredOutputs | None) -> None:
-    found = StructuredOutputs.of_response_format(given)
-    assert found == expected
-    assert found is None or found.written_as == "response_format"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
-from tests.examples.dashboard import SOURCES, asked, queries
-
+FOLDER = Path(__file__).parents[2] / "examples" / "observability"
+INTERVAL = "1m"
+SOURCES = ("vllm:cacheblend_", "cacheblend_")
+"""What begins the names of a server's metrics, and of an application's."""
 EITHER = {
     "chunk_hits_total", "chunk_misses_total", "blended_requests_total", "fallbacks_total",
     "reused_tokens_total", "recomputed_tokens_total", "phase_seconds", "load_seconds",
@@ -17,6 +21,23 @@ APPLICATIONS = {
     "guard_prefill_divergence", "guard_waiting", "guard_stopped", "guard_raised_total",
 }  # fmt: skip
 SERVERS = {"vllm:time_to_first_token_seconds"}
+
+
+def queries() -> list[tuple[str, str]]:
+    """Each query with its panel's title and its legend."""
+    written = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))
+    return [
+        (f"{panel['title']}: {target['legendFormat']}", target["expr"])
+        for panel in written["panels"]
+        if panel["type"] != "row"
+        for target in panel["targets"]
+    ]
+
+
+def asked(query: str, source: str) -> str:
+    """Return a query as Grafana sends it, once a source of metrics was chosen."""
+    told = query.replace("${source}", source).replace("$job", ".*")
+    return told.replace("$__rate_interval", INTERVAL)
 
 
 def test_queries_name_the_metrics_and_no_other_variables() -> None:

@@ -37,7 +37,7 @@ from cacheblend_rag import (
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serve import running_server
 from tests.engines.vllm.conftest import SERVER_FLAGS
-from tests.examples.dashboard import FOLDER, SOURCES, asked, queries
+from tests.examples.test_dashboard import FOLDER, SOURCES, asked, queries
 from tests.local_servers import HOST, Server, prometheus_server
 from tests.otlp_receiver import OTLPReceiver, receiving
 from tests.toy import TOY, generate_prompts

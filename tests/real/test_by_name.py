@@ -69,15 +69,3 @@ def test_smollm2s_weights_are_the_same_in_either_precision(smollm2_folder: Path)
         whole.named_parameters(), halves.named_parameters(), strict=True
     ):
         assert torch.equal(exact, stored.float()), name
-
-
-def test_gemma_begins_with_bos_and_continues_a_text(gemma3_folder: Path) -> None:
-    tokenizer = load_tokenizer(gemma3_folder)
-    assert tokenizer("Hello  1234\n\nworld").tokens() == [
-        "<bos>", "Hello", "▁▁", "1", "2", "3", "4", "\n\n", "world",
-    ]  # fmt: skip
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2, 1)
-    with closing(TransformersEngine(gemma3_folder, dtype="float32")) as engine:
-        assert engine.model_name == "gemma3-270m"
-        answer = engine.generate("Monday, Tuesday, Wednesday,", SamplingParams(max_tokens=3))
-    assert answer.text == " Thursday, Friday"

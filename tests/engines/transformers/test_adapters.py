@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
-from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.labels import labels_in
 from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers.batches import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
-from tests.models import make_model, make_tokenizer, prompt_of, words
+from tests.models import make_model, prompt_of, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
 PROMPT = prompt_of("w5 w6", *CHUNKS, words(6, 99))
@@ -159,19 +155,3 @@ def test_a_document_is_forgotten_under_all_adapters(peft: Any, make_engine: Engi
     assert len(list(engine.store.entries())) == 4
     assert engine.evict_document("d") == 2, "a chunk counts once"
     assert not list(engine.store.entries())
-
-
-def test_kv_of_every_adapter_and_lead_in_is_labelled_with_the_model(
-    peft: Any, tmp_path: Path
-) -> None:
-    with closing(open_engine(model=peft, tokenizer=make_tokenizer(), kv_path=tmp_path)) as engine:
-        engine.precompute(CHUNKS, progress=False)
-        peft.set_adapter("b")
-        engine.precompute(CHUNKS, progress=False)
-        engine.sibling(lead_in="none").precompute(CHUNKS, progress=False)
-        stored = {key.fingerprint for key in cast(Any, engine).store.entries()}
-        assert len(stored) == 3
-        labels = labels_in(tmp_path)
-        assert stored == set(labels)
-        assert {label.model for label in labels.values()} == {engine.model_name}
-        assert sorted(label.lead_in.kind for label in labels.values())[-1] == "none"

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.engines.transformers.trial import open_stack
 from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, words
@@ -93,29 +92,28 @@ def head_cost(model: PreTrainedModel) -> float:
     return 2.0 * model.config.hidden_size * VOCABULARY
 
 
-def schedules() -> Iterator[Any]:
-    for name, kind in SELECTORS.items():
-        checks: list[dict[str, Any]] = [{}]
-        if kind.needs_fresh_kv:
-            gradual = {"check_layers": (1, 2), "recompute_ratio": (0.6, 0.2)}
-            checks += [{"check_layers": (3,)}, gradual]
-        for settings in checks:
-            for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
-                own = {"min_tokens": 0, "selector": name, "recompute_ratio": ratio, **settings}
-                config = BlendConfig(**own)
-                layers = "".join(map(str, config.check_layers))
-                yield pytest.param(config, id=f"{name}-at{layers}-{ratio}")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "random": {},
+    "nothing": {"recompute_ratio": 0.0},
+    "everything": {"recompute_ratio": 1.0},
+    "prior": {"selector": "prior"},
+    "question": {"selector": "question_mid"},
+    "check": {"selector": "hkvd", "check_layers": (3,)},
+    "gradual": {"selector": "hkvd", "check_layers": (1, 2), "recompute_ratio": (0.6, 0.2)},
+}
 
 
-@pytest.mark.parametrize("config", list(schedules()))
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_pass_costs_what_pytorch_counts(
     model: PreTrainedModel,
     engine: TransformersEngine,
     costs: tuple[LayerCost, ...],
-    config: BlendConfig,
+    name: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
+    chosen = {"min_tokens": 0, "selector": "random", "recompute_ratio": 0.3, **CONFIGS[name]}
+    config = BlendConfig(**chosen)
     with counting(model) as found:
         report = engine.generate(PROMPT, ONE, config=config).report
     assert report.blended

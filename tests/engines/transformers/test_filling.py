@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -77,25 +76,3 @@ def test_what_is_filled_is_what_precompute_stores(
         assert mine.prior is not None
         assert wanted.prior is not None
         torch.testing.assert_close(mine.prior, wanted.prior, atol=1e-4, rtol=1e-3)
-
-
-def test_a_request_comes_between_the_layers_of_what_is_filled(make_filling: EngineFactory) -> None:
-    """Its turn comes at once, and the filling goes on only when it has left the model alone."""
-    engine, chunks = make_filling(), [Chunk(words(400, 3))]
-    engine.register(chunks)
-    turns: list[str] = []
-    fill = engine._fill
-
-    def watched(*given: Any) -> Iterator[Any]:
-        for done in fill(*given):
-            turns.append("fill")
-            if len(turns) == 3:
-                engine.generate(words(9, 1), SHORT)
-                turns.append("request")
-            yield done
-
-    engine._fill = watched  # type: ignore[method-assign]
-    engine.generate(asking(chunks), SHORT)
-    assert until(lambda: engine.fill_report().computed == 1, PATIENCE)
-    assert turns.index("request") == 3
-    assert turns.count("fill") > engine.model.config.num_hidden_layers

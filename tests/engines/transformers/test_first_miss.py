@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import words
 
@@ -46,17 +46,6 @@ def test_a_miss_is_warned_of_once_with_its_cause(
         engine.generate(asked + QUESTION, SHORT, **options)
     (warning,) = warnings(caplog)
     assert cause in warning
-
-
-def test_another_instruction_is_named(
-    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = TieredKVStore.open(host_bytes=1 << 28)
-    first = make_engine(instruction=words(4, 1), store=store)
-    first.precompute([Chunk(PASSAGE)], progress=False)
-    second = make_engine(instruction=words(4, 2), store=store, registry=first.registry)
-    second.generate(f"{words(4, 2)} {PASSAGE}{QUESTION}", SHORT)
-    assert "another instruction" in warnings(caplog)[0]
 
 
 def test_nothing_is_said_where_nothing_was_to_be_reused(

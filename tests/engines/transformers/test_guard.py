@@ -144,15 +144,6 @@ def test_a_reference_holds_each_piece_once(make_guarded: EngineFactory) -> None:
     assert found(skipping, most=40) is None
 
 
-def test_nothing_is_compared_before_the_model_is_idle(make_guarded: EngineFactory) -> None:
-    engine, chunks = knowing_a_chunk(make_guarded)
-    with never_idle():
-        engine.generate(asking(*chunks), GREEDY)
-        time.sleep(0.2)
-        assert (engine.guard_report().waiting, engine.guard_report().compared) == (1, 0)
-    assert settled(engine).compared == 1
-
-
 def test_waiting_prompts_are_bounded_and_go_with_the_engine(
     make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,20 +158,6 @@ def test_waiting_prompts_are_bounded_and_go_with_the_engine(
         engine.close()
     assert engine.guard_report().waiting == 0
     assert engine.guard_report().compared == 0
-
-
-def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
-    make_guarded: EngineFactory,
-) -> None:
-    engine, chunks = knowing_a_chunk(make_guarded)
-    with never_idle():
-        engine.generate(asking(*chunks), GREEDY)
-        engine.generate_full(asking(*chunks), GREEDY)
-        engine.generate(asking(*chunks), GREEDY, config=engine.config.with_ratio(1.0))
-        engine.generate("w4 w5 w6", GREEDY)
-        engine.store.evict(engine.key(chunks[0]))
-    report = settled(engine)
-    assert (report.compared, report.dropped) == (0, 1)
 
 
 def test_steps_are_reported_and_logged_without_texts(

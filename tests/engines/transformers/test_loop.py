@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,14 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.batch import Chunks
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.loop import NOTHING, ModelLoop, Turn, Work, loop_of
 from cacheblend_rag.errors import ConfigError
-from tests.kv.samples import make_key, until
+from tests.kv.samples import make_key
 
 PATIENCE = 60.0
 NEVER: Future[Any] = Future()
@@ -172,43 +170,6 @@ def test_an_error_is_of_the_work_that_raised_it(loop: ModelLoop) -> None:
     with pytest.raises(SystemExit):
         worse.result(PATIENCE)
     assert good.result(PATIENCE) == [0, 1, 2, 3]
-
-
-def test_a_model_is_idle_when_no_request_was_there_for_a_moment(
-    loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    with standing_still(loop):
-        request = loop.begin(answer(log, "r", 2, 2), Cancellation())
-        assert not loop.is_idle
-    request.result(PATIENCE)
-    left = time.monotonic()
-    assert until(lambda: loop.is_idle, PATIENCE)
-    assert time.monotonic() - left >= loop_module.QUIET_SECONDS / 2
-    assert list(loop.each(iter("abc"), idle=True)) == ["a", "b", "c"]
-    assert loop.is_idle, "idle work is no request"
-    monkeypatch.setattr(loop_module, "QUIET_SECONDS", PATIENCE)
-    loop.call(list)
-    assert not loop.is_idle
-
-
-def test_idle_work_takes_a_step_when_it_may_and_its_need_is_met(loop: ModelLoop) -> None:
-    seen: list[str] = []
-    read = Future[None]()
-
-    def work() -> Work[str]:
-        seen.append(threading.current_thread().name)
-        yield [read]
-        seen.append("read")
-        yield NOTHING
-        return "done"
-
-    steps = loop.stepwise(work())
-    assert [next(steps) for _ in range(3)] == [None] * 3
-    assert seen == ["cacheblend-model"]
-    read.set_result(None)
-    assert run_to_end(steps) == "done"
-    assert seen == ["cacheblend-model", "read"]
 
 
 def test_its_own_thread_runs_a_step_and_does_not_wait_for_itself(loop: ModelLoop) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 
-import pytest
-
-from cacheblend_rag import TieredKVStore
-from cacheblend_rag.engines.prefixes import BLOCK_TOKENS, PrefixKeys, StoredPrefix
+from cacheblend_rag.engines.prefixes import BLOCK_TOKENS, PrefixKeys
 from cacheblend_rag.kv.chunk_kv import chunk_id
-from tests.kv.samples import CountingTier, make_kv
 
 IDENTITY = {"weights": "some"}
 KEYS = PrefixKeys.of(IDENTITY, "default")
@@ -33,20 +28,3 @@ def test_a_key_is_of_all_tokens_up_to_the_blocks_end() -> None:
         assert not set(other[same:]) & set(whole)
     assert whole[0].chunk_id == chunk_id(ids[:BLOCK_TOKENS])
     assert whole[3].context_id == chunk_id(ids[: 3 * BLOCK_TOKENS])
-
-
-@pytest.mark.parametrize(("stored", "asked"), [(0, 1), (2, 3), (7, 15), (20, 20)])
-def test_blocks_are_looked_up_until_one_is_missing(stored: int, asked: int) -> None:
-    tier, keys = CountingTier(), KEYS.blocks(tokens(20 * BLOCK_TOKENS))
-    with TieredKVStore([tier]) as store:
-        for key in (*keys[:stored], *keys[stored + 1 :]):
-            store.put(key, make_kv())
-        tier.lookups.clear()
-        began = time.perf_counter()
-        found = StoredPrefix.find(store, keys)
-        assert found.keys == keys[:stored]
-        assert found.tokens == stored * BLOCK_TOKENS
-        starts = [(block.start, block.end) for block in found.placed]
-        assert starts == [(at * BLOCK_TOKENS, (at + 1) * BLOCK_TOKENS) for at in range(stored)]
-        assert tier.lookups == keys[:asked]
-        assert began <= found.began <= found.began + found.seconds <= time.perf_counter()

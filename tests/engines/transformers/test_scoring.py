@@ -43,16 +43,6 @@ def test_scores_are_those_of_the_whole_text(family: str) -> None:
     torch.testing.assert_close(first.log_probs, wanted[:1], atol=2e-4, rtol=2e-4)
 
 
-def test_a_blend_is_scored_as_it_is_decoded() -> None:
-    engine = make_engine("llama")
-    engine.precompute(CHUNKS, progress=False)
-    greedy = SamplingParams.greedy(max_tokens=10, ignore_eos=True)
-    answer = engine.generate(prompt(), greedy, config=SOME)
-    found = engine.score(prompt(), answer.token_ids, config=SOME)
-    assert found.log_probs.argmax(-1).tolist() == list(answer.token_ids)
-    assert found.report.recomputed_tokens == answer.report.recomputed_tokens > 0
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_an_answer_and_scores_share_a_prefill(family: str) -> None:
     engine = make_engine(family)

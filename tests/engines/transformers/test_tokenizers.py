@@ -16,8 +16,6 @@ CHUNKS = [
     Chunk(" older than the town; who sailed it"),
     Chunk(" the lighthouse at Vell was built in 1821 by a widow"),
 ]
-PROMPT = BlendPrompt.of("Half of the harbour is", CHUNKS[0], " and", CHUNKS[1], " who had lost")
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def open_engine(kind: str, ratio: float = 1.0, **options: Any) -> TransformersEngine:
@@ -38,19 +36,6 @@ def ordinary_answer(engine: TransformersEngine, ids: list[int]) -> tuple[int, ..
             best = engine.model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)
             text = torch.cat([text, best], 1)
     return tuple(text[0, len(ids) :].tolist())
-
-
-@every_kind
-def test_ratio_1_is_ordinary_prefill_of_the_whole_text(kind: str) -> None:
-    engine = open_engine(kind)
-    engine.precompute(CHUNKS, progress=False)
-    answer = engine.generate(PROMPT, SHORT)
-    assert [(c.hit, c.recomputed, c.tokens + c.edge_tokens) for c in answer.report.chunks] == [
-        (True, found.tokens, len(engine.tokenize(chunk.text)))
-        for found, chunk in zip(answer.report.chunks, CHUNKS, strict=True)
-    ]
-    whole = engine.tokenizer.encode(PROMPT.text)
-    assert answer.token_ids == ordinary_answer(engine, whole)
 
 
 @pytest.mark.parametrize("kind", ["tiktoken", "prefix-free"])

@@ -8,17 +8,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.blend.rotary import Layout
 from cacheblend_rag.engines.transformers import trial
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from cacheblend_rag.errors import UnsupportedModelError
-from tests.families.models import Family, with_outliers
+from tests.families.models import Family
 from tests.faulty_stacks import FAULTS
 from tests.models import make_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-HALVES = Layout(interleaved=False, spread="halves")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +80,6 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
 # Large key biases
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outliers_of_trained_models_are_no_faults(dtype: torch.dtype) -> None:
-    for name in ("qwen2", "gemma3_text", "smollm3"):
-        model = with_outliers(Family(name, {}).build()).to(dtype)
-        layouts = open_stack(model).layouts
-        assert layouts == [HALVES if name != "smollm3" or i < 3 else None for i in range(4)]
-
-
 # Queries scaled by their absolute position, as Ministral 3's are
 
 
@@ -111,7 +101,3 @@ def test_queries_that_are_scaled_by_position_are_refused(original: int, dtype: t
         match="depends on absolute positions beyond its rotary embedding: the queries of layer 0",
     ):
         open_stack(ministral(original, dtype))
-
-
-def test_a_scaling_that_begins_behind_the_context_window_is_none() -> None:
-    assert open_stack(ministral(16384)).layouts == [HALVES] * 4

@@ -105,9 +105,9 @@ def _end_shared() -> Iterator[None]:
 
 
 @pytest.fixture
-def blend_config() -> BlendConfig:
-    """The settings of engines over a shared vLLM; a module may have its own."""
-    return BlendConfig(min_tokens=0, selector="hkvd")
+def blend_config(request: pytest.FixtureRequest) -> BlendConfig:
+    """The settings of engines over a shared vLLM: a module's CONFIG, where it has one."""
+    return getattr(request.module, "CONFIG", BlendConfig(min_tokens=0, selector="hkvd"))
 
 
 @pytest.fixture

@@ -63,36 +63,6 @@ def test_a_cancelled_request_ends_at_once_however_its_transport_takes_it(
     assert asyncio.run(main()) == ([Piece("one", (1,))], "cleaned up")
 
 
-def test_a_request_is_cancelled_again_while_it_cleans_up() -> None:
-    """As when an engine closes: its requests are over, and their loop ends what is at work."""
-
-    async def main() -> Pieces:
-        pieces = Pieces()
-        reading = asyncio.create_task(pieces.read())
-        await pieces.cleaning.wait()
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        return pieces
-
-    assert asyncio.run(main()).ended == "interrupted"
-
-
-def test_an_error_of_the_transport_is_told() -> None:
-    async def failing() -> AsyncGenerator[Piece]:
-        yield Piece("one", (1,))
-        raise TimeoutError("its own")
-
-    async def main() -> None:
-        pieces = failing()
-        assert await next_piece(pieces, Cancellation()) == Piece("one", (1,))
-        with pytest.raises(TimeoutError, match="its own"):
-            await next_piece(pieces, Cancellation())
-        assert await next_piece(pieces, Cancellation()) is None
-
-    asyncio.run(main())
-
-
 def test_a_batch_is_sent_in_groups_that_share_chunks(
     llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

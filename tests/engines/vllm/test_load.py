@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of, same_tokens
+from tests.engines.vllm.opening import request_of
 from tests.families.reference import DOCUMENTS
 from tests.kv.samples import until
 from tests.models import prompt_of, words
@@ -30,6 +30,8 @@ from tests.models import prompt_of, words
 REQUESTS = 60 if GPU_DEFAULTS else 200  # an interpreter takes its time
 AT_ONCE = 24
 DECODED_BEFORE_ABORT = 3
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=1.0)
+"""Below ratio 1, an answer depends on which of a repeated blend's blocks vLLM still has."""
 
 Fate = Literal["done", "aborted while loading", "aborted while decoding"]
 
@@ -89,12 +91,6 @@ async def abort(engine: InProcessEngine, request: VLLMRequest, fate: Fate) -> Fa
             return fate
         await asyncio.sleep(0)
     return "done"
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    """Below ratio 1, an answer depends on which of a repeated blend's blocks vLLM still has."""
-    return BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=1.0)
 
 
 @pytest.fixture
@@ -163,26 +159,3 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references
-
-
-def mixed_prompts(count: int) -> list[BlendPrompt]:
-    """Plain ones, blended ones, and some with a chunk that is known but not stored."""
-    draw = random.Random(5)
-    chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
-    missing = Chunk(words(70, 99))
-    prompts = []
-    for index in range(count):
-        chosen = [] if index % 4 == 0 else draw.sample(chunks, draw.randrange(1, 4))
-        if index % 5 == 0:
-            chosen.append(missing)
-        parts = [part for chunk in chosen for part in (chunk, " w7 ")]
-        prompts.append(prompt_of(*parts, words(20 + index, 200 + index)))
-    return prompts
-
-
-def test_preempted_answers_are_those_of_prompts_alone(few_blocks: InProcessEngine) -> None:
-    few_blocks.precompute(DOCUMENTS, progress=False)
-    prompts = mixed_prompts(8)
-    long = SamplingParams(max_tokens=100)
-    alone = [few_blocks.generate(prompt, long) for prompt in prompts]
-    assert same_tokens(alone, few_blocks.generate_batch(prompts, long))

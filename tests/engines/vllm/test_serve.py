@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,17 +43,10 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert command[command.index("--middleware") + 1] == serve.MIDDLEWARE
 
 
-@pytest.mark.parametrize(
-    "flags", [["--data-parallel-size", "3"], ["-dp=3"], ["--data_parallel_size=3"]]
-)
+@pytest.mark.parametrize("flags", [["--data-parallel-size", "3"], ["-dp=3"]])
 def test_the_connector_knows_of_replicas(flags: list[str]) -> None:
     assert settings(server_command("org/model", flags=flags))["replicas"] == 3
     assert settings(server_command("org/model"))["replicas"] == 1
-
-
-def test_a_number_of_replicas_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--data-parallel-size='many' must be a number"):
-        server_command("org/model", flags=["-dp", "many"])
 
 
 @pytest.mark.parametrize(("for_gpus", "share"), [(True, "0.85"), (False, "0.5")])
@@ -68,30 +60,6 @@ def test_vllm_leaves_room_on_a_device(
     assert flag not in server_command("org/model", connector=False)
     own = server_command("org/model", flags=[f"{flag}=0.7"])
     assert [word for word in own if word.startswith(flag)] == [f"{flag}=0.7"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "added"),
-    [
-        ([], True),
-        (["--enable-prompt-tokens-details"], False),
-        (["--enable_prompt_tokens_details"], False),
-        (["--no-enable-prompt-tokens-details"], False),
-        (["--served-model-name", "x"], True),
-    ],
-)
-def test_responses_tell_cached_tokens_unless_told_otherwise(flags: list[str], added: bool) -> None:
-    flag = "--enable-prompt-tokens-details"
-    own = [word for word in server_command("org/model") if word == flag]
-    assert own == [flag]
-    command = server_command("org/model", flags=flags)
-    assert (flag in command[: len(command) - len(flags)]) == added
-    assert flag not in server_command("org/model", connector=False)
-
-
-def test_a_folder_is_served_by_its_own_name(tmp_path: Path) -> None:
-    command = server_command(tmp_path / "secret" / "my-model")
-    assert command[command.index("--served-model-name") + 1] == "my-model"
 
 
 def test_an_allocator_with_which_vllm_takes_no_connector_is_named(
@@ -110,23 +78,14 @@ def test_a_second_connector_is_refused(flag: str) -> None:
         server_command("org/model", flags=[flag])
 
 
-@pytest.mark.parametrize("found", ["0.25.2", "0.9.1.dev3"])
-def test_an_old_vllm_is_refused(found: str) -> None:
-    with pytest.raises(EngineUnavailableError, match=rf"vLLM {found} is too old, 0\.26 or newer"):
-        versions.check_version(found)
+def test_an_old_vllm_is_refused() -> None:
+    with pytest.raises(EngineUnavailableError, match=r"vLLM 0\.25\.2 is too old, 0\.26 or newer"):
+        versions.check_version("0.25.2")
 
 
 @pytest.mark.parametrize(
     ("found", "warned"),
-    [
-        ("0.26.0", True),
-        ("0.30.0", True),
-        ("0.31.0", False),
-        ("0.32.0", False),
-        ("0.32.4+cu130", False),
-        ("0.40", True),
-        ("dev", True),
-    ],
+    [("0.30.0", True), ("0.31.0", False), ("0.32.4+cu130", False), ("0.40", True), ("dev", True)],
 )
 def test_a_vllm_that_was_not_tested_is_warned_of(
     caplog: pytest.LogCaptureFixture, found: str, warned: bool

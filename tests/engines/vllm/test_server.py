@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag import (
     BlendConfig,
-    Document,
     PrecomputeReport,
     SamplingParams,
     StoreConfig,
@@ -28,10 +29,11 @@ from cacheblend_rag import (
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
-from tests.engines.vllm.any_client import FLAGS, LEAST, AnyClient
 from tests.engines.vllm.conftest import ServerFactory
+from tests.kv.samples import until
 from tests.models import words
 from tests.readme import blocks
 from tests.toy import TOY, DemoPrompt, generate_prompts
@@ -67,7 +69,7 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
     def start_at(port: int) -> RunningServer:
         return start_server(
             TOY,
-            *FLAGS,
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             served_name="toy",
             port=port,
             settings=ConnectorSettings(
@@ -118,8 +120,92 @@ def test_the_readmes_program_asks_it(server: RunningServer) -> None:
     assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip()
 
 
-class TestAnyClient(AnyClient):
-    key = KEY
+def store(engine: VLLMEngine, *texts: str) -> None:
+    """Store texts; the server finds them a moment later."""
+    assert engine.precompute(texts, progress=False).refused == {}
+    asked = SamplingParams(max_tokens=1)
+    assert until(lambda: any(c.hit for c in engine.generate(texts[-1], asked).report.chunks), 60)
+
+
+# Clients that know nothing of chunks
+
+
+TEXTS = [words(110, 700 + i) for i in range(8)]
+LEAST = 100
+"""Tokens that every request here reuses at least: its texts have several hundred."""
+ALL = {"recompute_ratio": 1.0, "cost_model": False}
+EXACT = {PARAMETER: {"version": VERSION, "kind": "find", "config": ALL}}
+numbers = count()
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer, engine: VLLMEngine) -> Iterator[openai.OpenAI]:
+    store(engine, *TEXTS)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def prompt_of_texts(number: int) -> str:
+    """Several known texts, in an order that no other number has, and a question."""
+    chosen = [TEXTS[(number + i * 3) % len(TEXTS)] for i in range(3)]
+    listed = "\n\n".join(f"[{i}] {text}" for i, text in enumerate(chosen))
+    return f"Asked {number}.\n\n{listed}\n\nWho is {words(3, number)}?"
+
+
+def chat(client: openai.OpenAI, number: int, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": prompt_of_texts(number)}]
+    return client.chat.completions.create(
+        model="toy", messages=messages, temperature=0, max_tokens=4, **options
+    )
+
+
+def cached(answer: Any) -> int:
+    return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_every_route_reuses_texts(client: openai.OpenAI, server: RunningServer) -> None:
+    prompts = map(prompt_of_texts, numbers)
+    both = [next(prompts), next(prompts)]
+    completed = client.completions.create(model="toy", prompt=both, max_tokens=2)
+    assert len(completed.choices) == 2
+    assert cached(completed) > LEAST
+    told = client.responses.create(model="toy", input=next(prompts), max_output_tokens=16)
+    assert told.usage is not None
+    assert told.usage.input_tokens_details.cached_tokens > LEAST
+    with anthropic.Anthropic(base_url=server.url, auth_token=KEY, max_retries=0) as other:
+        asked: Any = [{"role": "user", "content": next(prompts)}]
+        answer = other.messages.create(model="toy", max_tokens=4, messages=asked)
+    assert (answer.usage.cache_read_input_tokens or 0) > LEAST
+    echoed = client.completions.create(
+        model="toy", prompt=next(prompts), max_tokens=2, echo=True, logprobs=1
+    )
+    assert cached(echoed) == 0, "its log-probabilities are the prompt's own"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI, streams: bool) -> None:
+    long: list[Any] = [{"role": "user", "content": "w1 " * 9000}]
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as told:
+        client.chat.completions.create(model="toy", messages=long, stream=streams)
+    assert told.value.code == "context_length_exceeded"
+
+
+def test_ratio_1_is_plain_and_plain_is_never_blended(client: openai.OpenAI) -> None:
+    def logprobs(answer: Any) -> list[float]:
+        return [token.logprob for token in answer.choices[0].logprobs.content]
+
+    number, told = next(numbers), {"logprobs": True}
+    off = {"kv_transfer_params": NOTHING_FOUND.to_params()}
+    fresh = chat(client, number, extra_body={**off, "cache_salt": "of its own"}, **told)
+    assert cached(fresh) == 0
+    blended = chat(client, number, **told)
+    assert logprobs(blended) != pytest.approx(logprobs(fresh), abs=1e-3)
+    after = chat(client, number, extra_body=off, **told)
+    assert logprobs(after) == pytest.approx(logprobs(fresh), abs=1e-5)
+    exact = chat(client, number, extra_body={"kv_transfer_params": EXACT}, **told)
+    assert logprobs(exact) == pytest.approx(logprobs(fresh), abs=1e-5)
+    assert all(chunk["hit"] for chunk in exact.kv_transfer_params[PARAMETER]["chunks"])
+    assert cached(chat(client, number, **told)) >= cached(blended)
 
 
 class TestUnmodifiedClients(UnmodifiedClients):
@@ -132,7 +218,7 @@ class TestUnmodifiedClients(UnmodifiedClients):
     @pytest.fixture
     def passage(self, engine: VLLMEngine) -> str:
         text = words(200, 900)
-        assert engine.precompute([Document("read by others", (text,))], progress=False).failed == {}
+        store(engine, text)
         return text
 
 
@@ -148,9 +234,9 @@ def test_doctor_says_that_it_blends(server: RunningServer, monkeypatch: pytest.M
     assert "not 'another' but another, " in other["namespace"]
 
 
-def doctor(url: str, *options: str, code: int = 0) -> dict[str, Any]:
+def doctor(url: str, *options: str) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["doctor", "--url", url, "--json", *options])
-    assert done.exit_code == code, done.stderr
+    assert done.exit_code == 0, done.stderr
     return dict(json.loads(done.stdout))
 
 
@@ -193,6 +279,5 @@ def test_a_killed_server_is_an_error_and_its_successor_has_its_chunks(
     answer = engine.generate(text(PROMPTS[0]), ANSWER)
     assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
     assert answer.text.strip() == PROMPTS[0].question.answer
-    found = TestAnyClient()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-        assert found.cached(found.chat(client)) > LEAST, "its file tells what is stored"
+        assert cached(chat(client, next(numbers))) > LEAST, "its file tells what is stored"

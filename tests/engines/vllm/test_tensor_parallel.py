@@ -24,7 +24,6 @@ from tests.engines.vllm.failing import GIVEN_UP_BY, TOLD, WEIGHED, FailingConnec
 from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.shared import shared_engine
 from tests.families.reference import DOCUMENTS, retrieved
-from tests.models import words
 from tests.servers import tier_at
 
 SELECTORS = ("hkvd", "prior", "question_mid")
@@ -102,13 +101,6 @@ def test_ratio_1_is_ordinary_prefill(two_ranks: TwoRanks) -> None:
     engine = two_ranks.engine
     assert difference(engine, retrieved(), 1.0) == 0.0
     assert difference(engine, retrieved(), 0.0) > 1e-4
-
-
-def test_many_at_once_answer_as_one_after_another(two_ranks: TwoRanks) -> None:
-    engine = two_ranks.engine
-    prompts = [f"{retrieved(1 + i % 3).text} {words(5, i)}" for i in range(6)]
-    alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
-    assert [g.token_ids for g in engine.generate_batch(prompts, SHORT)] == alone
 
 
 def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: TwoRanks) -> None:

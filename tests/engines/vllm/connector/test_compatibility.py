@@ -42,7 +42,6 @@ def vllm_config(**changes: Any) -> Any:
     ("changes", "said"),
     [
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
         (
             {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},

@@ -2,74 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
-from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag import BlendConfig, Generation
-from cacheblend_rag.engines.vllm.connector.metrics import METRICS, PREFIX
-from cacheblend_rag.engines.vllm.jobs import carrier
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Ask
-from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.reason import ReasonCode
+from cacheblend_rag import BlendConfig
 from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
 from tests.families.reference import DOCUMENTS, retrieved
-from tests.models import words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
-
-
-@pytest.fixture
-def core(llama: InProcessEngine) -> InProcessEngine:
-    llama.precompute(DOCUMENTS, progress=False)
-    llama.scheduler_connector.reports.clear()
-    return llama
-
-
-def params_of(engine: InProcessEngine, request: VLLMRequest) -> Mapping[str, Any]:
-    """Send a request; return what the connector says of it."""
-
-    async def run() -> Mapping[str, Any]:
-        found: Mapping[str, Any] = {}
-        async for piece in engine.transport.send(request, stream=False):
-            found = piece.params or found
-        return found
-
-    result: Mapping[str, Any] = engine.transport.run(run())[PARAMETER]
-    return result
-
-
-def asked(engine: InProcessEngine, more: str, config: BlendConfig = CONFIG) -> VLLMRequest:
-    """A request to blend; more: what makes it one that was never asked before."""
-    return request_of(engine, f"{retrieved().text} {more}", SHORT, config)
-
-
-def test_requests_that_carry_a_job_end_without_a_warning(
-    llama: InProcessEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    vllm = logging.getLogger("vllm.v1.core.sched.scheduler")
-    vllm.addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, vllm.name):
-        assert llama.precompute(DOCUMENTS, progress=False).computed == 4
-        assert llama.evict_document("a") == 2
-        assert llama.release() > 0
-        assert llama.status.active
-    vllm.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records] == []
 
 
 # Refusals
@@ -143,61 +87,3 @@ def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
 
 
 # Reports and counts
-
-
-def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
-    request = asked(core, "w8")
-    told = params_of(core, request)
-    assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
-    report = carrier(Ask(kind="report", report_id=request.wish.report_id))
-    assert params_of(core, report) == told
-    assert params_of(core, report) == {"reason": ["no_answer", "no such report"]}
-
-
-@pytest.mark.parametrize("job", ["{", '{"kind": "steal"}', '{"kind": "status"}' * 2])
-def test_a_malformed_job_ends_its_own_request_only(core: InProcessEngine, job: str) -> None:
-    sent = replace(carrier(Ask(kind="status")), job=job)
-    code, sentence = params_of(core, sent)["reason"]
-    assert code == ReasonCode.MALFORMED_JOB
-    assert sentence.startswith("malformed job: ")
-    assert "\n" not in sentence
-    assert core.transport.ask_status().active
-
-
-def counted() -> dict[str, float]:
-    """What vLLM's metrics endpoint would show."""
-    return {
-        name: sum(
-            sample.value
-            for metric in REGISTRY.collect()
-            for sample in metric.samples
-            if sample.name == f"{PREFIX}{name}_total"
-        )
-        for name, metric in METRICS.items()
-        if not metric.buckets
-    }
-
-
-def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
-    before = counted()
-    answers: list[Generation] = [
-        core.generate(f"{retrieved().text} {words(4, i)}", SHORT) for i in range(3)
-    ]
-    reports = [answer.report for answer in answers]
-    params_of(core, asked(core, "w19", CONFIG.with_changes(min_tokens=1000)))
-    core.generate(words(20, 1), SHORT)
-    found = {name: value - before[name] for name, value in counted().items()}
-    assert found.pop("blend_seconds") > 0
-    assert found.pop("find_seconds") > 0
-    assert found == {
-        "chunk_hits": 9,
-        "chunk_misses": 3,
-        "reused_tokens": sum(report.reused_tokens for report in reports),
-        "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
-        "blended_requests": 3,
-        "fallbacks": 1,
-        "guard_samples": 0,
-        "guard_divergence": 0,
-        "found_requests": 3,
-        "found_tokens": 3 * 301,
-    }

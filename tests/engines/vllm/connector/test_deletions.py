@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines import finder as finder_module
 from cacheblend_rag.engines.catalog import Catalog, Name
 from cacheblend_rag.engines.catalog_places import InFolder
@@ -32,11 +31,6 @@ def waited(check: Callable[[], object]) -> None:
 
 
 # Two replicas with a common folder: the vLLM of these tests, and the connector's other side alone
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
 
 
 def sharing(folder: Path) -> Finder:

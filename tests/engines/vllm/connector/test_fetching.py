@@ -15,11 +15,7 @@ from tests.models import prompt_of, words
 CHUNKS = [Chunk(words(40, seed)) for seed in range(8)]
 PROMPTS = [prompt_of(words(6, seed), *CHUNKS, "w9") for seed in (98, 99)]
 SHORT = SamplingParams(max_tokens=4)
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.5)
+CONFIG = BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.5)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import pytest
-
 from cacheblend_rag import BlendConfig, Document
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.job import Compare
@@ -19,11 +17,6 @@ from tests.models import words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 Work = Coroutine[Any, Any, Any]
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
 
 
 def finished(engine: InProcessEngine, **work: Work) -> list[str]:

@@ -18,7 +18,6 @@ from cacheblend_rag.engines.vllm.namespaces import FIELD, JOB_FIELD
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION, StoreJob
 from cacheblend_rag.engines.vllm.protocol.result import EvictResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.prefill.lead_in import LeadInId
 from tests.engines.vllm.exactness import SHORT, index
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -29,12 +28,6 @@ SPACED = Document("c", (words(70, 81), words(120, 82)), separator="\n\n")
 CONFIG = BlendConfig(min_tokens=0, selector="question_mid", recompute_ratio=0.2, cost_model=False)
 TELLING = {"kind": "find", "version": VERSION}
 OFF = NOTHING_FOUND.to_params()
-EVICT = StoreJob(kind="evict", lead_in=LeadInId("none", "", 0), keys=()).model_dump(mode="json")
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
 
 
 @pytest.fixture
@@ -141,20 +134,6 @@ def test_repeats_come_out_of_the_prefix_cache(engine: InProcessEngine) -> None:
     assert once > 0
     [other] = ask(engine, prompt, salt="another client")
     assert other.cached == told[0].cached
-
-
-def test_a_conversation_goes_on_in_the_prefix_cache(engine: InProcessEngine) -> None:
-    first = (*tokens_of(engine, retrieved()), *engine.tokenize(words(200, 41)))
-    [answer] = ask(engine, first, max_tokens=140)
-    work = counted("blend_seconds")
-    later = (*first, *answer.tokens, *engine.tokenize(words(9, 42)))
-    [told] = ask(engine, later)
-    assert counted("blend_seconds") == work, "nothing is blended again"
-    assert told.cached > len(first)
-    unlike = (*first[:-3], 5, 5, 5, *answer.tokens)
-    [told] = ask(engine, unlike)
-    assert told.cached <= 301, "rows are chosen for another question"
-    assert counted("blend_seconds") > work
 
 
 def test_only_new_chunks_are_blended_in_an_agents_next_step(engine: InProcessEngine) -> None:
@@ -282,11 +261,9 @@ def test_what_the_store_has_lost_stays_known(engine: InProcessEngine) -> None:
     ("mode", "params", "blends"),
     [
         ("on", None, True),
-        ("on", find(), True),
         ("on", OFF, False),
         ("asked", None, False),
         ("asked", find(), True),
-        ("off", None, False),
         ("off", find(), False),
     ],
 )
@@ -301,27 +278,6 @@ def test_who_is_searched(
         assert "serve --find off" in told.params[PARAMETER]["reason"][1]
 
 
-@pytest.mark.parametrize(
-    ("sent", "said"),
-    [
-        ({"kind": "find", "version": 1}, "version: Input should be 5"),
-        ({**TELLING, "config": {"recompute_ratio": 7}}, "recompute_ratio=7"),
-        ({"kind": "seek", "version": VERSION}, "kind: Input should be 'find'"),
-        ({**TELLING, "namespace": "another"}, "namespace: Extra inputs"),
-        (EVICT, "kind: Input should be 'find'"),
-        ({**EVICT, **TELLING}, "lead_in: Extra inputs"),
-    ],
-)
-def test_a_malformed_wish_is_told(engine: InProcessEngine, sent: Any, said: str) -> None:
-    prompt = tokens_of(engine, retrieved())
-    [told] = ask(engine, prompt, params={PARAMETER: sent})
-    code, sentence = told.params[PARAMETER]["reason"]
-    assert code == "malformed_job"
-    assert said in sentence
-    assert "\n" not in sentence
-    assert told.cached == 0
-
-
 def test_a_strangers_request_carries_no_job(engine: InProcessEngine) -> None:
     """Jobs are in a trace header, of which vLLM takes two from clients, and none from bodies."""
     stored = set(engine.worker_connector.blender.store.entries())
@@ -334,12 +290,6 @@ def test_a_strangers_request_carries_no_job(engine: InProcessEngine) -> None:
     assert extract_trace_headers({JOB_FIELD: job.model_dump_json(), FIELD: "another"}) == {}
     done = engine.transport.run(engine.carry_out(job))
     assert done == EvictResult(len(keys)), "which a server's own does"
-
-
-def test_a_chunk_right_at_the_end_leaves_vllm_the_last_token(engine: InProcessEngine) -> None:
-    chunk = engine.tokenize(DOCUMENTS[1].to_chunks()[0].text)
-    [told] = ask(engine, chunk, params=find(recompute_ratio=0.0))
-    assert told.cached == len(chunk) - 1
 
 
 def test_a_search_that_fails_is_its_requests_only(

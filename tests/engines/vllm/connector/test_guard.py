@@ -29,11 +29,6 @@ ALONE = [Chunk(words(40, seed)) for seed in (11, 12)]
 
 
 @pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
-
-
-@pytest.fixture
 def core(llama: InProcessEngine) -> InProcessEngine:
     llama.precompute([DOCUMENT, *ALONE], progress=False)
     return llama

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -70,14 +69,6 @@ def plain(engine: InProcessEngine, asked: VLLMRequest, salt: str | None = None) 
 def blended(engine: InProcessEngine, prompt: BlendPrompt, ratio: float = 1.0) -> Any:
     config = engine.config.with_changes(recompute_ratio=ratio)
     return engine.generate(prompt, SHORT, config=config).report
-
-
-def test_vllm_keeps_its_hybrid_manager_on(engine: InProcessEngine) -> None:
-    config = engine.core.vllm_config
-    assert KVConnectorFactory.supports_hma_config(config.kv_transfer_config)
-    assert not config.scheduler_config.disable_hybrid_kv_cache_manager
-    addresses = [cache.data_ptr() for cache in caches(engine)]
-    assert len(set(addresses)) < len(addresses), "layers of different groups share memory"
 
 
 def test_ratio_1_equals_ordinary_prefill_and_less_is_blended(engine: InProcessEngine) -> None:
@@ -263,34 +254,6 @@ def test_nothing_is_written_into_missing_blocks(engine: InProcessEngine) -> None
         own = slice(2 * BLOCK, 3 * BLOCK)
         assert torch.equal(keys, fused.of_layer(layer)[0][:, own])
         assert torch.equal(values, fused.of_layer(layer)[1][:, own])
-
-
-@pytest.mark.parametrize(
-    ("block_ids", "first", "written"),
-    [
-        ((7, 3, 9), 0, (0, 300)),
-        ((7, 3, 9), 128, (128, 300)),
-        ((0, 3, 9), 0, (128, 300)),
-        ((0, 0, 9), 128, (256, 300)),
-        ((0, 0, 0), 0, (300, 300)),
-    ],
-)
-def test_what_has_blocks_is_written_and_what_is_there_already_is_not(
-    engine: InProcessEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    block_ids: Sequence[int],
-    first: int,
-    written: tuple[int, int],
-) -> None:
-    cache = engine.worker_connector.blender.cache
-    seen: list[Any] = []
-    monkeypatch.setattr(PagedCache, "write", lambda *given: seen.append(given))
-    paged = PagedKV(cache, [block_ids] * cache.group_count, first, 300)
-    paged.finish_layer(0, FusedKV(engine.worker_connector.blender.stack.geometry, 300))
-    ((_, _, _, here, _, slots),) = seen
-    assert (here.start, here.stop) == written
-    ids = torch.tensor(block_ids).repeat_interleave(BLOCK)[:300]
-    assert torch.equal(slots, ids * BLOCK + torch.arange(300) % BLOCK)
 
 
 # What can be blended

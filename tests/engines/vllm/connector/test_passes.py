@@ -48,7 +48,7 @@ def test_memory_that_nothing_has_written_is_not_read(
     assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
 
 
-@pytest.mark.parametrize("selector", ["chunk_head", "hkvd", "prior", "question_mid", "random"])
+@pytest.mark.parametrize("selector", ["hkvd", "prior", "question_mid"])
 def test_both_engines_trace_the_same(
     llama: InProcessEngine, model_folder: Callable[[str], Path], selector: str
 ) -> None:

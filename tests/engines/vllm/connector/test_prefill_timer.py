@@ -22,6 +22,7 @@ from tests.models import prompt_of, words
 COSTS = (LayerCost(1e6, 2e5, 10.0), LayerCost(1e6, 2e5, 10.0, window=300))
 CHUNKS = [Chunk(words(200, 3)), Chunk(words(150, 4))]
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+CONFIG = BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
 
 
 class Recorded(Rates):
@@ -78,11 +79,6 @@ def test_what_jobs_take_is_not_prefill(model_runs: str) -> None:
     timer.mark()
     timer.end()
     assert len(rates.told) == 1, "a step without a prompt tells nothing"
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
 
 
 @pytest.fixture

@@ -86,16 +86,6 @@ def test_blocks_are_apart_from_the_first_chunk_on(start: int) -> None:
     assert len(set(request.block_hashes)) == len(plain.block_hashes)
 
 
-@pytest.mark.parametrize(("start", "tokens", "shared"), [(97, 100, 80), (20, 30, 0), (3, 10, 0)])
-def test_a_block_that_decoding_fills_is_apart_too(start: int, tokens: int, shared: int) -> None:
-    request, plain = hashed(range(tokens)), hashed(range(tokens))
-    assert set_apart(request, start, BLOCK, "m") == shared
-    for one in (request, plain):
-        one.append_output_token_ids(list(range(60)))
-    same = same_blocks(request, plain)
-    assert same == [block < shared // BLOCK for block in range(len(same))]
-
-
 def test_blocks_are_shared_by_what_they_depend_on() -> None:
     assert all(same_blocks(apart(40), apart(40)))
     assert same_blocks(apart(40), apart(40, "n")) == [True, True, False, False, False, False]
@@ -256,20 +246,6 @@ def test_what_is_not_blended_tells_its_prefix(engine: InProcessEngine) -> None:
     assert report.reason_code == ReasonCode.NOT_STORED
     assert report.prefix_tokens == report.reused_tokens == shared_tokens(engine)
     assert 0 < report.compute_share < 1
-
-
-def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(engine: InProcessEngine) -> None:
-    chunk = DOCUMENTS[1].to_chunks()[1]
-    opening = words(block_size(engine), 55)
-    reports = [
-        generate(
-            engine, prompt_of(opening, chunk, words(150, q)), recompute_ratio=0.0, selector="none"
-        ).report
-        for q in (1, 2)
-    ]
-    assert reports[1].chunks[0].start == reports[1].prefix_tokens == block_size(engine)
-    assert reports[1].compute_share == 0.0
-    assert reports[1].blended
 
 
 # The same passages again
@@ -463,26 +439,3 @@ def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
     )
     cache = PagedCache([layer], [0], [None], 2, 2, 4, torch.float32)
     assert cache.layouts is None
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 2, 1, 3), (2, 4, 2, 1, 3)])
-def test_a_cache_is_read_back_whether_blocks_or_keys_and_values_come_first(
-    shape: tuple[int, ...],
-) -> None:
-    axis = shape.index(4)
-
-    def write(_: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        for part, kv in enumerate((keys, values)):
-            cache.movedim(axis, 0)[slots // 2, part, slots % 2] = kv
-
-    layer = SimpleNamespace(
-        impl=SimpleNamespace(do_kv_cache_update=write),
-        kv_cache=torch.zeros(shape),
-        num_kv_heads=1,
-        head_size=3,
-    )
-    cache, kv = PagedCache([layer], [0], [None], 2, 2, 4, torch.float32), torch.randn(2, 4, 1, 3)
-    write(layer, *kv, layer.kv_cache, torch.tensor([6, 7, 2, 3]))
-    for read, wanted in zip(cache.read(0, torch.tensor([3, 1])), kv, strict=True):
-        assert torch.equal(read, wanted.transpose(0, 1))
-    assert cache.room(0, 5).shape[axis] == 3

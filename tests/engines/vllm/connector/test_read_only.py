@@ -45,7 +45,6 @@ LEAD_IN = LeadInId("none", "", 0)
     "job",
     [
         StoreJob(kind="evict", lead_in=LEAD_IN, keys=((make_key(1).chunk_id, ""),)),
-        StoreJob(kind="verify", lead_in=LEAD_IN, keys=()),
         Precompute(lead_in=LEAD_IN, tokens=(1, 2), chunks=((0, 2),)),
         Ask(kind="release"),
     ],

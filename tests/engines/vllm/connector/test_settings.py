@@ -20,9 +20,7 @@ from cacheblend_rag.errors import ConfigError
     [
         ({"colour": "red"}, "unknown setting 'colour'"),
         ({"slice_seconds": 0}, "slice_seconds=0"),
-        ({"replicas": "many"}, "replicas='many'"),
         ({"store": {}}, "unknown setting 'store'"),
-        ({"host_bytes": -1}, "host_bytes=-1"),
     ],
 )
 def test_settings_are_checked(given: dict[str, Any], said: str) -> None:
@@ -51,18 +49,6 @@ def test_they_come_to_vllm_as_they_were_given() -> None:
         )
     assert ConnectorSettings.of_vllm(SimpleNamespace(kv_transfer_config=None)) == (
         ConnectorSettings()
-    )
-
-
-def test_a_stores_settings_stand_beside_the_others() -> None:
-    """As in the commands of users' servers."""
-    told = ALL.to_extra_config()
-    assert (told["kv_path"], told["host_bytes"], told["disk_bytes"]) == ("kv", 1 << 20, 1 << 30)
-    assert told["namespace"] == "tenant"
-    assert "store" not in told
-    older = {"kv_path": "kv", "host_bytes": 0, "namespace": "tenant"}
-    assert ConnectorSettings.from_extra_config(older) == ConnectorSettings(
-        store=StoreConfig(kv_path="kv", host_bytes=0), namespace="tenant"
     )
 
 

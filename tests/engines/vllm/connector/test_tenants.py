@@ -17,12 +17,11 @@ from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.jobs import carry_out
-from cacheblend_rag.engines.vllm.namespaces import FIELD, JOB_FIELD, TENANTS_VARIABLE
+from cacheblend_rag.engines.vllm.namespaces import FIELD
 from cacheblend_rag.engines.vllm.protocol.job import Ask, Job
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT, BlendResult, Result
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError
-from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.exactness import SHORT
 from tests.engines.vllm.inprocess import InProcessEngine, LockstepVLLM
@@ -32,11 +31,6 @@ from tests.models import make_tokenizer, prompt_of, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
 SHORT_SAMPLING = ResolvedSampling(max_tokens=2, ignore_eos=True)
 DOCUMENT = Document("d", (words(60, 1), words(40, 2)), " w7 ")
-
-
-@pytest.fixture
-def blend_config() -> BlendConfig:
-    return CONFIG
 
 
 def carrying(request: VLLMRequest, namespace: str | None) -> VLLMRequest:
@@ -131,26 +125,6 @@ def cached(
     return vllm.run(ask())
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_namespace_sees_its_own_counts(
-    tenant: Open, shared: InProcessEngine, monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
-    """The file is enough, where ``"tenants": true`` was forgotten on a server of one's own."""
-    monkeypatch.setenv(TENANTS_VARIABLE, "tenants.toml")
-    monkeypatch.setattr(shared.worker_connector, "_settings", ConnectorSettings(tenants=told))
-    acme, globex = map(tenant, ("acme", "globex"))
-    acme.precompute([DOCUMENT], progress=False)
-    mine, theirs = (engine.transport.ask_status() for engine in (acme, globex))
-    assert (mine.namespace, theirs.namespace) == (namespace_id("acme"), namespace_id("globex"))
-    assert (mine.store.chunks, theirs.store.chunks, theirs.store.bytes) == (2, 0, 0)
-    assert mine.store.bytes > 0
-    assert mine.identity != theirs.identity
-    assert (acme.stored_chunks(), globex.stored_chunks()) == (2, 0)
-    assert (hits(acme), hits(globex)) == ([True, True], [False, False])
-    with pytest.raises(ConfigError, match="namespace='other' is not the server's"):
-        VLLMEngine(acme.transport, namespace="other")
-
-
 def test_who_came_past_the_middleware_reuses_nothing(tenant: Open, shared: InProcessEngine) -> None:
     acme = tenant("acme")
     acme.precompute([DOCUMENT], progress=False)
@@ -166,13 +140,6 @@ def test_who_came_past_the_middleware_reuses_nothing(tenant: Open, shared: InPro
     assert len(answer.token_ids) == SHORT.max_tokens, "vLLM answers it"
     with pytest.raises(EngineUnavailableError, match="belongs to no namespace"):
         engine.stored([acme.key(chunk) for chunk in DOCUMENT.to_chunks()])
-
-
-def test_clients_reach_no_trace_header_but_the_traces() -> None:
-    from vllm.tracing import extract_trace_headers
-
-    sent = {"traceparent": "00-1-2-01", "tracestate": "a=b", FIELD: "acme", JOB_FIELD: "{}"}
-    assert extract_trace_headers(sent).keys() == {"traceparent", "tracestate"}
 
 
 def test_vllms_own_blocks_are_apart(tenant: Open, shared: InProcessEngine) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import BlendConfig, Conversation, ConversationKV
-from cacheblend_rag.kv.stored_chunk import PutResult
 from tests.engines.conversations import (
     CONFIG,
     INSTRUCTION,
@@ -80,21 +79,6 @@ def test_a_turn_that_is_forgotten_before_it_is_stored_is_not_stored(opened: Open
     assert until(lambda: not any(key.context_id for key in store.entries()), PATIENCE)
 
 
-def test_a_turn_that_the_store_refuses_is_computed_again(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = opened()
-    store, refused = engine.worker_connector.blender.store, PutResult(False)
-    monkeypatch.setattr(store, "put", lambda *_: refused)
-    conversation = begun(engine)
-    asked(conversation, 0)
-    monkeypatch.undo()
-    asked(conversation, 1)
-    assert of_turns(conversation) == 0
-    asked(conversation, 2)
-    assert of_turns(conversation) >= 2 * 24
-
-
 def test_turns_are_found_by_the_conversations_secret_alone(opened: Open) -> None:
     engine = opened()
     conversation = begun(engine)
@@ -116,16 +100,6 @@ def test_turns_are_found_by_the_conversations_secret_alone(opened: Open) -> None
     turns = set(found(secret)) - set(passages)
     assert sum(end - start for start, end, is_turn in turns if is_turn) >= 24
     assert found(secret, "another") == []
-
-
-def test_what_a_busy_vllm_has_not_kept_yet_is_no_reason_to_wait(opened: Open) -> None:
-    engine = opened()
-    conversation = begun(engine)
-    conversation.ask(QUESTIONS[0], PASSAGES[:2])
-    conversation.ask(QUESTIONS[1], PASSAGES[2:4])
-    settle(conversation.kv)
-    asked(conversation, 2)
-    assert of_turns(conversation) >= 2 * 24
 
 
 def test_where_vllms_own_prefix_cache_goes_on_nothing_is_loaded(opened: Open) -> None:

@@ -209,11 +209,3 @@ def test_a_vllm_that_cannot_carry_namespaces_serves_no_tenant(
     assert refused.status == 503
     assert refused.grant is None
     assert "no engine_core.add_request_async" in refused.said
-
-
-def test_without_tenants_nothing_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (TENANTS_VARIABLE, STORE_KEY_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    asked = Asked(CHAT, OWN)
-    assert asked.namespaces == {None}
-    assert asked.grant == Grant("default", may_change=True)

@@ -12,9 +12,7 @@ import pytest
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
-    NO_CONNECTOR,
     NO_REPORT,
-    TOLD_BY,
     BlendResult,
     CompareResult,
     ConnectorStatus,
@@ -33,6 +31,16 @@ from cacheblend_rag.engines.vllm.protocol.result import (
 )
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.trace import (
+    MOST_LAYERS,
+    MOST_SELECTIONS,
+    MOST_TOKENS,
+    Deviations,
+    Trace,
+    TracedLayer,
+    TracedSelection,
+    TracedTokens,
+)
 from tests.contracts import wire
 from tests.models import QWEN_SAMPLING
 
@@ -52,6 +60,15 @@ def mutated(value: Any, draw: random.Random, deepest: int = 2_000) -> Any:
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5, altered="a part")
 MISS = ChunkReport("1" * 32, 50, 7, False, Miss.NOT_STORED, document_id="report")
 BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, None, 0.25)
+EARLY = TracedSelection(None, (3, 5, 9), scores=(0.5, -1.0, 0.25), chosen=(True, False, True))
+AT_LAYER = TracedSelection(1, (3, 9), (0.0, 1.5), (1e-9, 3e38), (1e-9, 3e38), (False, True))
+LAYER = TracedLayer(1, 3, Deviations(1.5, 1.0, 3e38, 9.0), Deviations(0.5, 0.25, 1.0, 4.0))
+TOKENS = TracedTokens(1, (3, 9), (0.5, 1.5), (0.25, 1e-9))
+TRACE = Trace(
+    (EARLY, AT_LAYER), (3, 3, 1), truncated=True, layers=(LAYER,), tokens=TOKENS,
+    protected=(4, 7),
+)  # fmt: skip
+TRACED = BlendResult((HIT,), starts={"load": 0.25}, trace=TRACE)
 FULL = Reason(ReasonCode.STORE_FULL, "store full")
 DISK = Reason(ReasonCode.STORE_ERROR, "disk tier: no space left")
 STATUS = ConnectorStatus(
@@ -67,6 +84,7 @@ STATUS = ConnectorStatus(
 )
 RESULTS: tuple[Result, ...] = (
     BLEND,
+    TRACED,
     BlendResult((MISS,)),
     BlendResult((HIT,), "none", selector_reason=Reason(ReasonCode.NO_PRIOR, "why not")),
     PrecomputeResult(2, 1, 80, {FULL: 1}),
@@ -129,36 +147,20 @@ def test_what_a_newer_connector_adds_is_left_out() -> None:
     assert read.ratio_reason.code is ReasonCode.OTHER
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"cacheblend": 3}, [1]])
-def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
-    assert result_of(params) is None
-    assert status_of(result_of(params)) == ConnectorStatus(False, NO_CONNECTOR)
-
-
 @pytest.mark.parametrize(
     ("plain", "said"),
     [
         ({"chunks": "all"}, "chunks: Input should be"),
         ({"chunks": [{"chunk_id": "0"}]}, "chunks.0.start: Field required"),
-        ({"chunks": [], "ratio": "much"}, "ratio: Input should be a valid number"),
         ({"chunks": [], "ratio": float("nan")}, "ratio: Input should be a finite number"),
         ({"chunks": [], "ratio": 10**400}, "ratio: Input should be a valid number"),
-        ({"chunks": [], "seconds": {"load": -0.5}}, "seconds.load: Input should be greater"),
         ({"chunks": [], "seconds": {"load": float("inf")}}, "seconds.load: Input should be less"),
         ({"chunks": [], "seconds": {str(n): 1 for n in range(33)}}, "at most 32 items"),
-        ({"chunks": [], "load_by_tier": {"x" * 65: 0}}, "load_by_tier.xxx"),
         ({"chunks": [], "load_by_tier": {"a\nb": 0}}, "must be printable"),
         ({"chunks": [], "load_by_tier": {"disk": 1}}, "load_by_tier does not add up to load"),
-        (
-            {"chunks": [], "seconds": {"load": 1}, "load_by_tier": {"a": 0.5, "b": 0.25}},
-            "load_by_tier does not add up",
-        ),
-        ({"computed": 1, "refused": {3: 4}}, "refused: Input should be a valid list"),
         ({"computed": 1, "refused": [["slow", "x"]]}, "refused.0.2: Field required"),
-        ({"error": ["slow"]}, "error.1: Field required"),
         ({"active": "perhaps"}, "active: Input should be a valid boolean"),
         ({"active": True, "replicas": 0}, "replicas"),
-        ({"active": True, "store": [1]}, "store: Input should be"),
         ({"evicted": 1, "pending": ["a\n"]}, "must be printable"),
     ],
 )
@@ -183,21 +185,6 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
     assert len(kinds) == 11, "each kind, and none"
 
 
-@pytest.mark.parametrize("name", [*sorted(TOLD_BY), "other"])
-def test_no_value_is_too_odd(name: str) -> None:
-    for value in HOSTILE:
-        assert result_of({"cacheblend": {name: value}}) is not None
-
-
-def test_a_status_that_blends_nothing_always_has_a_problem() -> None:
-    assert STATUS.problem is None
-    assert RESULTS[-1].problem == "learned positions"  # type: ignore[union-attr]
-    told = result_of({"cacheblend": {"active": False}})
-    assert isinstance(told, ConnectorStatus)
-    assert told.problem is not None
-    assert told.problem.code is ReasonCode.NO_ANSWER
-
-
 def test_a_status_that_did_not_come_says_what_came() -> None:
     assert status_of(result_of(sent(STATUS))) == STATUS
     lack = Reason(ReasonCode.NO_ROOM, "no memory")
@@ -209,3 +196,46 @@ def test_a_status_that_did_not_come_says_what_came() -> None:
         assert told == ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
         assert told.refusal is not None
         assert told.refusal.code is ReasonCode.NO_ANSWER
+
+
+# Traces
+
+
+def plain_trace(**changes: Any) -> dict[str, Any]:
+    return {**sent(TRACED)["cacheblend"]["trace"], **changes}
+
+
+def plain_selection(**changes: Any) -> dict[str, Any]:
+    return plain_trace(selections=[{**plain_trace()["selections"][1], **changes}])
+
+
+LONG = list(range(MOST_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (plain_trace(selections=plain_trace()["selections"] * MOST_SELECTIONS), "at most 8"),
+        (plain_trace(rows=[1] * (MOST_LAYERS + 1)), "at most 1024"),
+        (plain_trace(layers=plain_trace()["layers"] * 2), "must be strictly rising"),
+        (plain_trace(protected=LONG), "at most 4096"),
+        (plain_selection(positions=[9, 3]), "must be strictly rising"),
+        (plain_selection(scores=[1.0]), "a score and a choice for each token"),
+        (plain_selection(scores=[1.0, math.nan]), "finite number"),
+        (plain_selection(key_deviations=[]), "two deviations for each token"),
+    ],
+)
+def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
+    read = result_of({"cacheblend": {**sent(TRACED)["cacheblend"], "trace": trace}})
+    assert isinstance(read, Failed)
+    assert said in read.error
+
+
+def test_a_trace_of_another_prompt_does_not_fit() -> None:
+    assert TRACE.fits(10)
+    assert not TRACE.fits(9)
+    assert not Trace(rows=(11,)).fits(10)
+    assert not Trace(protected=(10,)).fits(10)
+    assert not Trace(tokens=TOKENS).fits(9)
+    assert not Trace(layers=(LAYER,)).fits(2)
+    assert Trace().fits(0)
