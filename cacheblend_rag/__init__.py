@@ -31,16 +31,17 @@ from cacheblend_rag.settings.options import Arguments, names_of
 from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 
 if TYPE_CHECKING:
+    from cacheblend_rag.component import EngineComponent, EngineSource
     from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.component import EngineComponent, EngineSource
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.structured import StructuredOutputs
+    from cacheblend_rag.engines.tool_use import read_tool_choice
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.folders import write_private
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
@@ -87,13 +88,14 @@ _PLACES = {
     "engines.after_answer": "RequestWatcher",
     "engines.answer": "Delta Generation TokenLogprob",
     "engines.base": "Engine",
-    "engines.component": "EngineComponent EngineSource",
+    "component": "EngineComponent EngineSource",
     "engines.factory": "open_engine",
     "engines.idle": "IdleJob",
     "engines.model_files": "load_tokenizer",
     "engines.prepare": "PreparedPrompt TurnPrompt",
     "engines.sampling": "SamplingParams",
     "engines.structured": "StructuredOutputs",
+    "engines.tool_use": "read_tool_choice",
     "engines.transformers": "TransformersEngine",
     "observe.explanation": "Explanation",
     "folders": "write_private",
@@ -205,6 +207,7 @@ __all__ = [
     "public_name",
     "read_boundary",
     "read_hints",
+    "read_tool_choice",
     "text_before",
     "write_private",
 ]

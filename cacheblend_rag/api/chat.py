@@ -13,7 +13,7 @@ from cacheblend_rag.api.choices import ChoicesForm
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.text.chat import ChatPrompt
-from cacheblend_rag.text.tools import ToolCall, ToolChoice
+from cacheblend_rag.text.tools import ToolChoice
 
 if TYPE_CHECKING:
     from cacheblend_rag.api.collection import Retriever
@@ -84,7 +84,7 @@ class ChatForm(ChoicesForm):
             "refusal": None,
         }
         if calls:
-            message["tool_calls"] = [_plain(call) for call in calls]
+            message["tool_calls"] = [call.to_openai() for call in calls]
         told = None if answer.logprobs is None else _logprobs(answer.logprobs)
         reason = answer.openai_finish_reason
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
@@ -101,7 +101,9 @@ class ChatForm(ChoicesForm):
         if self.asked.closing:
             sent.append(self._part(index, {"content": self.asked.closing}))
         for position, call in enumerate(answer.tool_calls):
-            sent.append(self._part(index, {"tool_calls": [{"index": position, **_plain(call)}]}))
+            sent.append(
+                self._part(index, {"tool_calls": [{"index": position, **call.to_openai()}]})
+            )
         return [*sent, self._part(index, {}, answer=answer)]
 
     def _part(
@@ -115,11 +117,6 @@ class ChatForm(ChoicesForm):
         reason = answer.openai_finish_reason if answer else None
         choice = {"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}
         return self.chunk(choice, answer)
-
-
-def _plain(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

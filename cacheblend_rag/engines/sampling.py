@@ -83,6 +83,28 @@ class SamplingParams(Settings):
     """The form that the answer must have, or a mapping of its fields; None is free text."""
 
     @classmethod
+    def of_call(cls, given: Mapping[str, Any]) -> Self:
+        """Return the settings among the arguments of a call, which may be OpenAI's.
+
+        Args:
+            given: fields, and others, which are ignored; None is not given. ``response_format``
+                stands for ``structured_outputs``, and ``logprobs`` may be a boolean beside
+                ``top_logprobs``.
+
+        Raises:
+            ConfigError: when a field is out of range, or two say the same.
+        """
+        told = {n: v for n, v in given.items() if n in cls.model_fields and v is not None}
+        if (form := given.get("response_format")) is not None:
+            if "structured_outputs" in told:
+                raise ConfigError("structured_outputs and response_format: give one of them")
+            told["structured_outputs"] = StructuredOutputs.of_response_format(form)
+        top, wanted = given.get("top_logprobs"), given.get("logprobs")
+        if wanted is None or isinstance(wanted, bool):
+            told["logprobs"] = top if wanted is None else (top or 0) if wanted else None
+        return cls(**told)
+
+    @classmethod
     def greedy(cls, max_tokens: int = 256, **more: Any) -> Self:
         """Return settings that take the most likely token whatever the model's own settings say.
 

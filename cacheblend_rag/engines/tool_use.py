@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
@@ -13,10 +13,48 @@ from cacheblend_rag.engines.structured import MOST_DEPTH, StructuredOutputs, bou
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tool_calls import MARKS, ContentStream, cut_call, find_calls
-from cacheblend_rag.text.tools import Tool, ToolCall, named_tool, tool_name
+from cacheblend_rag.text.tools import (
+    Tool,
+    ToolCall,
+    ToolChoice,
+    check_choice,
+    named_tool,
+    tool_name,
+)
 
+CHOICES: Mapping[Any, ToolChoice] = {
+    None: "auto",
+    False: "auto",
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "required": "required",
+    True: "required",
+}
+"""Libraries' words for how tools are chosen, with OpenAI's."""
 WHOLE = ("$schema", "$id")
 """Keywords of a whole document: within another one they would change what references mean."""
+
+
+def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """Return a ``tool_choice`` in the OpenAI form, whichever library's it is.
+
+    Args:
+        given: in that form; None or False for ``auto``; ``any`` or True for ``required``; a tool's
+            name, or a mapping with it as ``name``.
+        tools: what is chosen from, in the OpenAI form.
+
+    Raises:
+        PromptError: when it is none of them, or there is no such tool.
+    """
+    name = given.get("name", given) if isinstance(given, Mapping) else given
+    choice: Any = name
+    if isinstance(name, str) and (name in map(named_tool, tools) or name not in CHOICES):
+        choice = {"type": "function", "function": {"name": name}}
+    elif not isinstance(name, Mapping):
+        choice = CHOICES.get(name, name)
+    check_choice(choice, tools)
+    return cast(ToolChoice, choice)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,10 @@ class ChatPrompt:
     parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", _as_list(self.messages))
+        told: object = self.messages
+        if isinstance(told, str | Mapping) or not isinstance(told, Sequence) or not told:
+            raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+        object.__setattr__(self, "messages", tuple(told))
         object.__setattr__(self, "tools", check_tools(self.tools))
         check_choice(self.tool_choice, self.tools)
 
@@ -214,12 +217,6 @@ def _plainly(template: _Template, data: Data) -> str:
             "the chat template drops or repeats the results of tools: use another model"
         )
     return text
-
-
-def _as_list(messages: object) -> tuple[Message, ...]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    return tuple(messages)
 
 
 def tells_the_date(tokenizer: Tokenizer) -> bool:

@@ -47,6 +47,11 @@ class ToolCall:
     name: str
     arguments: str
 
+    def to_openai(self) -> dict[str, Any]:
+        """Return the call in the OpenAI form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 def check_tools(tools: object) -> tuple[Tool, ...]:
     """Return tools as a tuple; raises PromptError when one is malformed or named twice."""
@@ -60,11 +65,9 @@ def check_tools(tools: object) -> tuple[Tool, ...]:
 
 def check_choice(choice: object, tools: Sequence[Tool]) -> None:
     """Raise PromptError unless a ``tool_choice`` is one, and names one of the tools."""
-    if choice in ("auto", "none"):
-        return
-    if choice == "required":
-        if not tools:
-            raise PromptError("tool_choice='required' needs tools: give at least one")
+    if choice == "required" and not tools:
+        raise PromptError("tool_choice='required' needs tools: give at least one")
+    if choice in ("auto", "none", "required"):
         return
     name = named_tool(choice)
     if name is None:
@@ -72,7 +75,7 @@ def check_choice(choice: object, tools: Sequence[Tool]) -> None:
             f"tool_choice={choice!r:.80} must be 'auto', 'none', 'required' or "
             "{'type': 'function', 'function': {'name': ...}}"
         )
-    if name not in map(tool_name, tools):
+    if name not in map(named_tool, tools):
         raise PromptError(f"tool_choice names {name!r:.80}, which is not among the tools")
 
 

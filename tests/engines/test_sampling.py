@@ -91,3 +91,36 @@ def test_what_no_engine_follows_is_told_unless_it_is_off(caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         warn_of_ignored({**QWEN_SAMPLING, "max_new_tokens": 16, "eos_token_id": [1, 2]})
     assert caplog.records == []
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_tokens": 3, "tools": [], "stop": None}, {"max_tokens": 3}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": False, "top_logprobs": 3}, {"logprobs": None}),
+        ({"top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": 3}, {"logprobs": 3}),
+        ({"response_format": {"type": "text"}}, {}),
+        (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"structured_outputs": {"json": SCHEMA}},
+        ),
+    ],
+)
+def test_a_call_may_ask_in_openais_form(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert SamplingParams.of_call(given) == SamplingParams(**expected)
+
+
+def test_a_form_is_given_once() -> None:
+    form = {"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}
+    with pytest.raises(ConfigError, match="structured_outputs and response_format: give one"):
+        SamplingParams.of_call(form)

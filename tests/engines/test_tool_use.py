@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cacheblend_rag import ChatPrompt, ConfigError, StructuredOutputs
+from cacheblend_rag import ChatPrompt, ConfigError, PromptError, StructuredOutputs
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.tool_use import ToolUse, call_form
+from cacheblend_rag.engines.tool_use import ToolUse, call_form, read_tool_choice
 from tests.tokenizer_kinds import tokenizer_of
 
 DEFINED: dict[str, Any] = {
@@ -162,3 +162,36 @@ def test_a_wrong_response_format_is_named(given: Any, told: str) -> None:
     with pytest.raises(ConfigError) as raised:
         StructuredOutputs.of_response_format(given)
     assert str(raised.value).startswith(told)
+
+
+NAMED = {"type": "function", "function": {"name": "search"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "choice"),
+    [
+        (None, "auto"),
+        (False, "auto"),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("any", "required"),
+        ("required", "required"),
+        (True, "required"),
+        ("search", NAMED),
+        (NAMED, NAMED),
+        ({"type": "tool", "name": "search"}, NAMED),
+    ],
+)
+def test_a_choice_of_any_library_is_openais(given: Any, choice: Any) -> None:
+    assert read_tool_choice(given, [{"type": "function", "function": {"name": "search"}}]) == choice
+
+
+def test_a_tool_may_have_the_name_of_a_choice() -> None:
+    named = {"type": "function", "function": {"name": "any"}}
+    assert read_tool_choice("any", [named]) == named
+
+
+@pytest.mark.parametrize("given", ["serch", {"function": {"name": "x"}}, {"type": "any"}, 3])
+def test_what_is_no_choice_is_refused(given: Any) -> None:
+    with pytest.raises(PromptError, match="tool_choice"):
+        read_tool_choice(given, [NAMED])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, ConfigError, EngineConfig, LeadInConfig, Profile
-from cacheblend_rag.engines.component import EngineComponent
+from cacheblend_rag.component import EngineComponent
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.settings import PROFILES
 from cacheblend_rag.settings.profile import VARIABLE

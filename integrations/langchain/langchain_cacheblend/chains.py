@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, cast
+from operator import itemgetter
+from typing import Any, Self, cast
 
-from cacheblend_rag import ConfigError, PassageOrder
+from cacheblend_rag import CheckedOptions, ConfigError, PassageOrder
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import (
@@ -23,8 +24,9 @@ from langchain_core.runnables import (
 )
 from langchain_core.runnables.utils import AddableDict
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from pydantic import Field, InstanceOf, model_validator
 
-from langchain_cacheblend.chat_models import ChatCacheBlend, checked_llm
+from langchain_cacheblend.chat_models import ChatCacheBlend
 from langchain_cacheblend.document_compressors import CacheBlendCompressor
 from langchain_cacheblend.document_transformers import CacheBlendTransformer
 from langchain_cacheblend.instruction import prompt_instruction
@@ -81,16 +83,19 @@ def create_cacheblend_chain(
         ConfigError: before a model is loaded, for an argument of another kind, for a prompt that
             takes no ``context``, and for Documents without an ``embedding``.
     """
-    checked_llm(llm)
+    given = _Given(
+        llm=llm,
+        prompt=prompt,
+        embedding=embedding,
+        k=k,
+        document_prompt=document_prompt,
+        document_separator=document_separator,
+        order=cast("PassageOrder", order),
+    )
     source = _checked_source(documents_or_retriever, embedding)
-    _check_prompt("prompt", prompt, "context")
-    _check_prompt("document_prompt", document_prompt, "page_content")
-    if not isinstance(document_separator, str):
-        raise ConfigError(f"document_separator is a {type(document_separator).__name__}: give text")
-    _check_choice(order, k)
     _settle_instruction(llm, prompt)
     compressor = CacheBlendCompressor(
-        engine=llm.engine, order=PassageOrder(order), document_key=document_key
+        engine=llm.engine, order=given.order, document_key=document_key
     )
 
     def compress(values: Values) -> Sequence[Document]:
@@ -116,12 +121,33 @@ def create_cacheblend_chain(
         source = store.as_retriever(search_kwargs={"k": k})
     chain = (
         RunnableLambda(_as_values)
-        | RunnablePassthrough.assign(context=RunnableLambda(_question) | source)
+        | RunnablePassthrough.assign(context=itemgetter("input") | source)
         | RunnablePassthrough.assign(context=RunnableLambda(compress, acompress))
         | RunnablePassthrough.assign(message=RunnableLambda(ask))
         | RunnableGenerator(_answers, _aanswers)
     )
     return chain.with_config(run_name="cacheblend_chain")
+
+
+class _Given(CheckedOptions):
+    """The arguments of create_cacheblend_chain, checked."""
+
+    llm: InstanceOf[ChatCacheBlend]
+    prompt: InstanceOf[BasePromptTemplate[Any]]
+    embedding: InstanceOf[Embeddings] | None
+    k: int = Field(ge=1)
+    document_prompt: InstanceOf[BasePromptTemplate[Any]]
+    document_separator: str
+    order: PassageOrder
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        wanted = {"prompt": "context", "document_prompt": "page_content"}
+        for name, variable in wanted.items():
+            taken = getattr(self, name).input_variables
+            if variable not in taken:
+                raise ConfigError(f"{name} must take {variable!r}, not only {taken}")
+        return self
 
 
 def _checked_source(source: Any, embedding: Any) -> Runnable[str, list[Document]] | list[Document]:
@@ -136,34 +162,13 @@ def _checked_source(source: Any, embedding: Any) -> Runnable[str, list[Document]
         raise ConfigError("documents_or_retriever holds no Document: give some, or a retriever")
     if embedding is None:
         raise ConfigError("embedding must be given together with Documents")
-    if not isinstance(embedding, Embeddings):
-        raise ConfigError(f"embedding is a {type(embedding).__name__}: give Embeddings")
     return documents
-
-
-def _check_prompt(name: str, prompt: Any, variable: str) -> None:
-    if not isinstance(prompt, BasePromptTemplate):
-        raise ConfigError(
-            f"{name} is a {type(prompt).__name__}: give a template, such as "
-            "ChatPromptTemplate.from_template(...)"
-        )
-    if variable not in prompt.input_variables:
-        raise ConfigError(f"{name} must take {variable!r}, not only {prompt.input_variables}")
-
-
-def _check_choice(order: Any, k: Any) -> None:
-    if order not in list(PassageOrder):
-        raise ConfigError(f"order={order!r} must be one of {', '.join(PassageOrder)}")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ConfigError(f"k={k!r} must be an integer of at least 1")
 
 
 def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) -> None:
     if not llm.is_open and llm.instruction is None:
         llm.instruction = prompt
-        return
-    tokenizer = llm.engine.tokenizer
-    if llm.engine.instruction != prompt_instruction(prompt, tokenizer):
+    elif llm.engine.instruction != prompt_instruction(prompt, llm.engine.tokenizer):
         logger.warning(
             "passages are computed after another instruction than this prompt's: "
             "open the model with instruction=prompt"
@@ -177,13 +182,8 @@ def _as_values(question: str | Values) -> Values:
     return values
 
 
-def _question(values: Values) -> str:
-    return str(values["input"])
-
-
 def _answers(pieces: Iterator[Values]) -> Iterator[Values]:
-    for piece in pieces:
-        yield _without_message(piece)
+    yield from map(_without_message, pieces)
 
 
 async def _aanswers(pieces: AsyncIterator[Values]) -> AsyncIterator[Values]:
@@ -193,8 +193,8 @@ async def _aanswers(pieces: AsyncIterator[Values]) -> AsyncIterator[Values]:
 
 def _without_message(piece: Values) -> AddableDict:
     """Return the piece with the model's message taken apart into answer and report."""
-    values = AddableDict({name: value for name, value in piece.items() if name != "message"})
-    if (message := piece.get("message")) is not None:
+    values = AddableDict(piece)
+    if (message := values.pop("message", None)) is not None:
         values["answer"] = message.text
         if report := message.response_metadata.get("cacheblend"):
             values["report"] = report

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import dataclass
 from typing import Any, Self
 
 from cacheblend_rag import (
+    Arguments,
     ChatPrompt,
     ConfigError,
     ConversationKV,
+    Delta,
     Engine,
     Generation,
     SamplingParams,
     TurnPrompt,
     read_hints,
+    read_tool_choice,
 )
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.outputs import Generation as CachedGeneration
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from langchain_cacheblend.answers import AnswerReader, overflow_told
-from langchain_cacheblend.call_options import (
-    OWN_FIELDS,
-    AskedTools,
-    read_options,
-    to_sampling,
-    told_options,
-)
+from langchain_cacheblend.answers import overflow_told, to_message, to_piece
+from langchain_cacheblend.forms import structured, to_engine_tools, to_response_format
 from langchain_cacheblend.hints import current_hints
 from langchain_cacheblend.history import current_conversation
-from langchain_cacheblend.messages import plain_text, to_chat_messages, to_engine_messages
+from langchain_cacheblend.messages import plain_text, to_openai_messages
 from langchain_cacheblend.options import EngineOptions
-from langchain_cacheblend.structured_output import bind_form, to_response_format, with_parser
-from langchain_cacheblend.tool_calling import to_engine_tools, to_tool_choice
 
-Prompt = str | list[dict[str, str]] | ChatPrompt
+OWN_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+)
+"""The call options that are fields of the model, too, beside ``stop``."""
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+FORMS = {"response_format", "structured_outputs"}
+BLENDING = {"recompute_ratio", "hints", "conversation"}
+CALL = Arguments("call option", frozenset({*OWN_FIELDS, "stop", *TOOLS, *FORMS, *BLENDING}))
 
 
 class ChatCacheBlend(EngineOptions, BaseChatModel):
@@ -124,7 +136,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(**{"stop": self.stop, **told_options(kwargs, stop)})
+        params = super()._get_ls_params(**{"stop": self.stop, **_told(kwargs, stop)})
         params["ls_provider"] = "cacheblend"
         params["ls_model_name"] = str(kwargs.get("model", self.model_name))
         return params
@@ -132,10 +144,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     def _get_invocation_params(
         self, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        return super()._get_invocation_params(**told_options(kwargs, stop))
+        return super()._get_invocation_params(**_told(kwargs, stop))
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        return super()._get_llm_string(**told_options(kwargs, stop))
+        return super()._get_llm_string(**_told(kwargs, stop))
 
     # Tokens
 
@@ -154,10 +166,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = self.engine
-        call = self._call(engine, messages, stop, kwargs)
         with overflow_told():
-            return _result(call, engine.generate(call.prompt, call.sampling, **call.blending))
+            return self._result(
+                self.engine.generate(**self._asked(self.engine, messages, stop, kwargs))
+            )
 
     async def _agenerate(
         self,
@@ -166,11 +178,11 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = await self._source.aopen(self._engine_config)
-        call = self._call(engine, messages, stop, kwargs)
+        engine = await self.aopen()
         with overflow_told():
-            answer = await engine.agenerate(call.prompt, call.sampling, **call.blending)
-            return _result(call, answer)
+            return self._result(
+                await engine.agenerate(**self._asked(engine, messages, stop, kwargs))
+            )
 
     def _stream(
         self,
@@ -179,16 +191,13 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        engine = self.engine
-        call = self._call(engine, messages, stop, kwargs)
-        with overflow_told():
-            deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-            with closing(deltas):
-                for delta in deltas:
-                    chunk = ChatGenerationChunk(message=call.reader.piece(delta))
-                    if run_manager:
-                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                    yield chunk
+        asked = self._asked(self.engine, messages, stop, kwargs)
+        with overflow_told(), closing(self.engine.stream(**asked)) as deltas:
+            for delta in deltas:
+                chunk = self._chunk(delta)
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
     async def _astream(
         self,
@@ -197,13 +206,12 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self._source.aopen(self._engine_config)
-        call = self._call(engine, messages, stop, kwargs)
+        engine = await self.aopen()
+        asked = self._asked(engine, messages, stop, kwargs)
         with overflow_told():
-            deltas = engine.astream(call.prompt, call.sampling, **call.blending)
-            async with aclosing(deltas):
+            async with aclosing(engine.astream(**asked)) as deltas:
                 async for delta in deltas:
-                    chunk = ChatGenerationChunk(message=call.reader.piece(delta))
+                    chunk = self._chunk(delta)
                     if run_manager:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -222,22 +230,24 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return this model with tools that its answers may call.
 
+        Where calls are forced (``any``, ``required``, a name), the engine holds the answer to the
+        tools' schemas.
+
         Args:
             tools: functions, tools, Pydantic classes, TypedDicts, or dicts as OpenAI's API takes.
             tool_choice: ``auto`` (the model decides; the default), ``none``, ``any`` or
-                ``required`` (at least one), or the one tool to be called: its name or a dict. Where
-                calls are forced, the engine holds the answer to the tools' schemas.
+                ``required`` (at least one), or the one tool to be called: its name or a dict.
             strict: True closes the objects of these schemas; the engine keeps to them anyway.
             parallel_tool_calls: False takes the first of several calls.
             response_format: the form of an answer that calls no tool.
             kwargs: other call options.
 
         Raises:
-            ConfigError: when a tool, the choice or the format is none.
+            CacheBlendError: when a tool, the choice or the format is none.
         """
         bound = to_engine_tools(tools, strict)
         if tool_choice is not None and tool_choice is not False:
-            kwargs["tool_choice"] = to_tool_choice(tool_choice, bound)
+            kwargs["tool_choice"] = read_tool_choice(tool_choice, bound)
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
         if response_format is not None:
@@ -268,8 +278,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         Raises:
             ConfigError: when the schema or the method is none.
         """
-        model, parser = bind_form(self, schema, method, strict, kwargs)
-        return with_parser(model, parser, include_raw)
+        return structured(
+            self, schema, method, include_raw=include_raw, strict=strict, options=kwargs
+        )
 
     # Inside
 
@@ -283,80 +294,75 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             hit.message = hit.message.model_copy(update={"response_metadata": told})
         return found
 
-    def _call(
+    def _asked(
         self,
         engine: Engine,
         messages: Sequence[BaseMessage],
         stop: list[str] | None,
         given: Mapping[str, Any],
-    ) -> _Call:
+    ) -> dict[str, Any]:
         """Return what to ask the engine; raises ConfigError for an unknown option."""
-        options = read_options(given, stop)
-        config, ratio = self.blending, options.get("recompute_ratio")
-        if ratio is not None:
-            config = config.with_ratio(ratio)
-        hints = options.get("hints")
-        if hints is None:
-            hints = current_hints()
-        asked = AskedTools.of(options)
-        prompt: Prompt
-        if asked.tools:
-            prompt = ChatPrompt(
-                to_chat_messages(messages), asked.tools, asked.choice, asked.parallel
-            )
-        elif engine.has_chat_template:
-            prompt = to_engine_messages(messages)
-        else:
-            prompt = plain_text(messages)
-        return _Call(
-            prompt=_as_turn(prompt, messages, options.get("conversation")),
-            sampling=self._sampling(options),
-            blending={"config": config, "hints": read_hints(hints)},
-            reader=AnswerReader(self.model_name),
-        )
+        own = {name: value for name, value in given.items() if name != "stream"}  # LangChain's
+        options = CALL.told(_with_stop(own, stop))
+        ratio, hints = options.get("recompute_ratio"), options.get("hints")
+        return {
+            "prompt": _prompt(engine, messages, options),
+            "sampling": self._sampling(options),
+            "config": self.blending if ratio is None else self.blending.with_ratio(ratio),
+            "hints": read_hints(current_hints() if hints is None else hints),
+        }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        own = {name: getattr(self, name) for name in (*OWN_FIELDS, "stop")}
-        return to_sampling({**own, **options})
+        told = {name: getattr(self, name) for name in (*OWN_FIELDS, "stop")} | dict(options)
+        if "response_format" in told:
+            told["response_format"] = to_response_format(told["response_format"])
+        return SamplingParams.of_call(told)
+
+    def _result(self, answer: Generation) -> ChatResult:
+        message = to_message(answer, self.model_name)
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _chunk(self, delta: Delta) -> ChatGenerationChunk:
+        return ChatGenerationChunk(message=to_piece(delta, self.model_name))
 
 
-def checked_llm(llm: ChatCacheBlend) -> ChatCacheBlend:
-    """Return ``llm``; raises ConfigError when it is none of ours."""
-    if not isinstance(llm, ChatCacheBlend):
-        raise ConfigError(f"llm is a {type(llm).__name__}: give a ChatCacheBlend")
-    return llm
+def _prompt(
+    engine: Engine, messages: Sequence[BaseMessage], options: Mapping[str, Any]
+) -> str | ChatPrompt | TurnPrompt:
+    """Return the prompt, as the next turn of its conversation if it has one.
 
-
-@dataclass(frozen=True)
-class _Call:
-    """One request as the engine takes it."""
-
-    prompt: Prompt | TurnPrompt
-    sampling: SamplingParams
-    blending: Mapping[str, Any]
-    reader: AnswerReader
-
-
-def _result(call: _Call, answer: Generation) -> ChatResult:
-    return ChatResult(generations=[ChatGeneration(message=call.reader.message(answer))])
-
-
-def _as_turn(prompt: Prompt, messages: Sequence[BaseMessage], given: Any) -> Prompt | TurnPrompt:
-    """Return a prompt as the next turn of its conversation.
-
-    The turn ends with the last message, or where tools are called, with the last one that is no
-    tool's result: templates may print results otherwise than they are.
-
-    given: the call option. Raises ConfigError when that is no ConversationKV.
+    The turn ends with the last message that is no answer and no result of a tool.
     """
-    conversation = current_conversation() if given is None else given
-    if isinstance(prompt, ChatPrompt):
-        messages = [one for one in messages if not isinstance(one, AIMessage | ToolMessage)]
-    if conversation is None or not messages or not str(messages[-1].text).strip():
+    told = to_openai_messages(messages)
+    tools = to_engine_tools(options.get("tools") or [])
+    choice = read_tool_choice(options.get("tool_choice"), tools)
+    prompt: str | ChatPrompt = plain_text(told)
+    if tools or engine.has_chat_template:
+        prompt = ChatPrompt(told, tools, choice, options.get("parallel_tool_calls") is not False)
+    conversation = options.get("conversation", current_conversation())
+    asked = [one["content"] for one in told if one["role"] not in ("assistant", "tool")]
+    if conversation is None or not asked or not asked[-1].strip():
         return prompt
     if not isinstance(conversation, ConversationKV):
         raise ConfigError(
             f"conversation is a {type(conversation).__name__}: give a ConversationKV, such as "
             "history.kv"
         )
-    return TurnPrompt(conversation, prompt, str(messages[-1].text))
+    return TurnPrompt(conversation, prompt, asked[-1])
+
+
+def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
+    """Return options by their own names, without texts of hints: for traces and keys of caches."""
+    told = CALL.renamed(_with_stop(options, stop))
+    told.pop("conversation", None)  # holds a secret, and changes no answer on purpose
+    if told.get("hints"):
+        told["hints"] = [_digest(hint) for hint in read_hints(told["hints"])]
+    return told
+
+
+def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
+    return {**options} if stop is None else {**options, "stop": stop}
+
+
+def _digest(hint: object) -> str:
+    return hashlib.sha256(repr(hint).encode(errors="surrogatepass")).hexdigest()[:16]

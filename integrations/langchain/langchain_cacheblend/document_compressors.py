@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from cacheblend_rag import Chunk, PassageOrder
@@ -39,19 +40,11 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
         )
 
     def _place(self, document: Document) -> int:
-        """Return a number that rises along a document; unknown chunks come last.
-
-        Between two boundaries that is how much precedes the chunk, before it the order in which
-        the document's parts were indexed.
-        """
+        """Return the chunk's number in its document; unknown chunks come last."""
         chunk = self._known(document)
         if chunk is None:
-            return 1 << 62
-        known = self.engine.registry.document(chunk.document_id or "", chunk.collection)
-        starts = [one.text for one in known if not one.context]
-        start = chunk.context[0] if chunk.context else chunk.text
-        part = starts.index(start) if start in starts else 0
-        return (part << 32) + len(chunk.context)
+            return sys.maxsize
+        return self.engine.registry.document(chunk.document_id or "", chunk.collection).index(chunk)
 
     def _known(self, document: Document) -> Chunk | None:
         """Return the registered chunk with this text, of the document's own source if there."""

@@ -6,13 +6,17 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cacheblend_rag import ConfigError, PrecomputeReport
+from cacheblend_rag import CheckedOptions, PrecomputeReport
 from langchain_core.documents import BaseDocumentTransformer, Document
 
 from langchain_cacheblend.options import EngineOptions
 from langchain_cacheblend.sources import checked_documents, to_engine_documents
 
 logger = logging.getLogger(__name__)
+
+
+class _Given(CheckedOptions):
+    ids: list[str]
 
 
 class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
@@ -72,8 +76,5 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         Raises:
             ConfigError: for an id that is no text.
         """
-        ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
-        for name in ids:
-            if not isinstance(name, str):
-                raise ConfigError(f"document_ids hold a {type(name).__name__}: give ids, as texts")
-        return sum(self.engine.evict_document(name, self.collection) for name in ids)
+        given = _Given(ids=[document_ids] if isinstance(document_ids, str) else [*document_ids])
+        return sum(self.engine.evict_document(name, self.collection) for name in given.ids)

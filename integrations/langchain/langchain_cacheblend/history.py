@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cacheblend_rag import ConfigError, ConversationKV, forget_conversation, write_private
 from langchain_core.chat_history import BaseChatMessageHistory
-from langchain_core.messages import BaseMessage, message_to_dict, messages_from_dict
+from langchain_core.messages import BaseMessage, messages_from_dict, messages_to_dict
 
 from langchain_cacheblend.options import EngineOptions
 
@@ -80,9 +80,8 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
 
     def add_messages(self, messages: Sequence[BaseMessage]) -> None:
         """Add messages, and save them if there is a file."""
-        self._messages += messages
-        if self._most is not None:
-            self._messages = self._messages[max(0, len(self._messages) - self._most) :]
+        kept = [*self._messages, *messages]
+        self._messages = kept if self._most is None else kept[max(0, len(kept) - self._most) :]
         self._save()
 
     def clear(self) -> None:
@@ -100,10 +99,9 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
             raise ConfigError(f"{path} holds no session: {error!s:.200}") from error
 
     def _save(self) -> None:
-        if self._path is None:
-            return
-        plain = {"messages": [message_to_dict(one) for one in self._messages]}
-        write_private(self._path, json.dumps({**plain, "kv": self.kv.to_plain()}))
+        if self._path is not None:
+            plain = {"messages": messages_to_dict(self._messages), "kv": self.kv.to_plain()}
+            write_private(self._path, json.dumps(plain))
 
 
 def current_conversation() -> ConversationKV | None:

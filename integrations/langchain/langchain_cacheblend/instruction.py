@@ -9,7 +9,7 @@ from cacheblend_rag import text_before
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 
-from langchain_cacheblend.messages import plain_text, to_engine_messages
+from langchain_cacheblend.messages import plain_text, to_openai_messages
 
 MARK = "\ue000"
 
@@ -35,16 +35,10 @@ def prompt_instruction(prompt: BasePromptTemplate[Any], tokenizer: Any) -> str:
     chat template is that of a fixed day.
     """
     values: dict[str, Any] = dict.fromkeys(prompt.input_variables, MARK)
-    for name in _message_variables(prompt):
-        values[name] = [HumanMessage(MARK)]
-    messages = prompt.format_prompt(**values).to_messages()
+    for part in prompt.messages if isinstance(prompt, ChatPromptTemplate) else ():
+        if isinstance(part, MessagesPlaceholder):
+            values[part.variable_name] = [HumanMessage(MARK)]
+    messages = to_openai_messages(prompt.format_prompt(**values).to_messages())
     if not getattr(tokenizer, "chat_template", None):
         return plain_text(messages).partition(MARK)[0]
-    return text_before(MARK, to_engine_messages(messages), tokenizer)
-
-
-def _message_variables(prompt: BasePromptTemplate[Any]) -> list[str]:
-    """Return the variables that take messages, not text."""
-    if not isinstance(prompt, ChatPromptTemplate):
-        return []
-    return [m.variable_name for m in prompt.messages if isinstance(m, MessagesPlaceholder)]
+    return text_before(MARK, messages, tokenizer)

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
-from cacheblend_rag import Chunk
+from cacheblend_rag import Chunk, ConfigError
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables import run_in_executor
 
-from langchain_cacheblend.chat_models import ChatCacheBlend, checked_llm
+from langchain_cacheblend.chat_models import ChatCacheBlend
 from langchain_cacheblend.sources import to_hints
 
 try:
@@ -48,7 +49,9 @@ class CacheBlendMiddleware(AgentMiddleware):
 
     def __init__(self, llm: ChatCacheBlend, *, document_key: str | None = None) -> None:
         super().__init__()
-        self.llm = checked_llm(llm)
+        if not isinstance(llm, ChatCacheBlend):
+            raise ConfigError(f"llm is a {type(llm).__name__}: give a ChatCacheBlend")
+        self.llm = llm
         self.document_key = document_key
         self._warned = False
 
@@ -116,9 +119,8 @@ class CacheBlendMiddleware(AgentMiddleware):
 def _documents(message: BaseMessage) -> list[Document]:
     """Return the Documents that a tool returned along with its text."""
     artifact = message.artifact if isinstance(message, ToolMessage) else None
-    if not isinstance(artifact, list | tuple):
-        return []
-    return [item for item in artifact if isinstance(item, Document)]
+    found = artifact if isinstance(artifact, list | tuple) else ()
+    return [item for item in found if isinstance(item, Document)]
 
 
 def _known_chunks(text: str, llm: ChatCacheBlend) -> list[Chunk]:
@@ -130,9 +132,5 @@ def _known_chunks(text: str, llm: ChatCacheBlend) -> list[Chunk]:
 
 def _last_results(messages: Sequence[BaseMessage]) -> list[ToolMessage]:
     """Return the tool messages at the end."""
-    found: list[ToolMessage] = []
-    for message in reversed(messages):
-        if not isinstance(message, ToolMessage):
-            break
-        found.append(message)
-    return found
+    results = takewhile(lambda message: isinstance(message, ToolMessage), reversed(messages))
+    return cast("list[ToolMessage]", list(results))

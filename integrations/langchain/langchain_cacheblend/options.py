@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from cacheblend_rag import ConfigError, Engine, EngineComponent, EngineSource, public_name
+from cacheblend_rag import Engine, EngineComponent, EngineSource, public_name
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
 from pydantic import ConfigDict, Field, InstanceOf, SecretStr, model_validator
@@ -43,10 +42,8 @@ class EngineOptions(EngineComponent):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        self._source = EngineSource.of(self.engine_source, example="llm.engine")
+        self._source = EngineSource.of(self.engine_source, self.model, example="llm.engine")
         self._source.keep_for(self)
-        if isinstance(self.engine_source, str):
-            _check_model(self.model, self.engine_source)
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         self._source.check_settled({name: getattr(self, name) for name in defaults}, defaults)
         return self
@@ -58,15 +55,8 @@ class EngineOptions(EngineComponent):
 
     @property
     def engine(self) -> Engine:
-        """The engine, opened on first use.
-
-        Raises:
-            ModelLoadError: when the model cannot be loaded.
-            MissingExtraError: when the engine's library is not installed.
-            EngineUnavailableError: when a server does not answer.
-            ConfigError: when options do not suit each other, or a server.
-        """
-        return self._source.open(self._engine_config)
+        """The engine, opened on first use, as by ``open()``."""
+        return self.open()
 
     @property
     def model_name(self) -> str:
@@ -85,39 +75,17 @@ class EngineOptions(EngineComponent):
         """
         if self._source.was_given or not isinstance(self.model, str | Path):
             return self.engine.fingerprint
-        parts = (
-            self.engine_source,
-            str(self.model),
-            self.dtype,
-            self.namespace,
-            repr(self.instruction),
-            repr(self.blend_config),
-            repr(self.lead_in),
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        opened = self.engine_source, str(self.model), self.dtype, self.namespace
+        settings = self.instruction, self.blend_config, self.lead_in
+        return hashlib.sha256(repr((opened, settings)).encode()).hexdigest()[:32]
 
     def _own_options(self) -> dict[str, Any]:
-        instruction: str | Callable[[Any], str] = ""
-        if isinstance(self.instruction, BasePromptTemplate):
-            instruction = TemplateInstruction(self.instruction)
-        elif self.instruction:
-            instruction = self.instruction
+        told = self.instruction
         return {
             "engine": self.engine_source,
             "model": self.model or "",
             "tokenizer": self.tokenizer,
-            "instruction": instruction,
+            "instruction": TemplateInstruction(told)
+            if isinstance(told, BasePromptTemplate)
+            else told or "",
         }
-
-
-def _check_model(model: Any, engine: str) -> None:
-    if model in (None, ""):
-        if "://" in engine:
-            return  # the server says what it loaded
-        raise ConfigError("give model= (a name, a folder, a loaded model) or engine=")
-    if isinstance(model, EngineOptions):
-        raise ConfigError(f"model is a {type(model).__name__}: give engine=llm.engine")
-    if not isinstance(model, str | Path) and not hasattr(model, "name_or_path"):
-        raise ConfigError(
-            f"model is a {type(model).__name__}: give a name, a folder or a loaded model"
-        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import cast
 
-from cacheblend_rag import Chunk, ConfigError, read_boundary
+from cacheblend_rag import CheckedOptions, Chunk, read_boundary
 from cacheblend_rag import Document as EngineDocument
 from langchain_core.documents import Document
+from pydantic import InstanceOf
 
 DOCUMENT_KEYS = ("document_id", "doc_id", "source", "id")
 
@@ -23,18 +25,13 @@ def document_id(document: Document, key: str | None = None) -> str | None:
     return None
 
 
+class _Given(CheckedOptions):
+    documents: list[InstanceOf[Document]]
+
+
 def checked_documents(documents: Iterable[Document]) -> list[Document]:
     """Return the documents as a list; raises ConfigError, naming the field, for anything else."""
-    if isinstance(documents, str | Document) or not isinstance(documents, Iterable):
-        raise ConfigError(f"documents is a {type(documents).__name__}: give a list of Documents")
-    found = list(documents)
-    for index, document in enumerate(found):
-        if not isinstance(document, Document):
-            raise ConfigError(
-                f"documents[{index}] is a {type(document).__name__}: give LangChain's Documents, "
-                "such as Document(page_content=...)"
-            )
-    return found
+    return _Given(documents=cast("list[Document]", documents)).documents
 
 
 def to_hints(documents: Iterable[Document], key: str | None = None) -> list[Chunk]:
@@ -59,31 +56,29 @@ def to_engine_documents(
     for document in documents:
         if not document.page_content.strip():
             continue
-        source = document_id(document, key)
-        if source is None:
+        if (source := document_id(document, key)) is None:
             found.append(Chunk(document.page_content))
         else:
             groups.setdefault(source, []).append(document)
     for source, parts in groups.items():
         ordered = _in_order(parts)
-        texts = tuple(d.page_content for d in ordered)
-        boundaries = tuple(read_boundary(d.metadata) for d in ordered)
+        texts = tuple(part.page_content for part in ordered)
+        boundaries = tuple(read_boundary(part.metadata) for part in ordered)
         found.append(EngineDocument(source, texts, collection=collection, boundaries=boundaries))
     return found
 
 
-def _in_order(parts: Sequence[Document]) -> list[Document]:
+def _in_order(parts: list[Document]) -> list[Document]:
     """Order chunks by page and ``start_index`` where every one has a place of its own.
 
     Otherwise the order given stands: text splitters keep it, and a source loaded in several parts
     (rows, sections) counts ``start_index`` anew in each.
     """
-    placed = {place: part for part in parts if (place := _place(part)) is not None}
-    return [placed[place] for place in sorted(placed)] if len(placed) == len(parts) else list(parts)
-
-
-def _place(part: Document) -> tuple[int, int] | None:
-    page, start = part.metadata.get("page", 0), part.metadata.get("start_index", -1)
-    if not isinstance(page, int) or not isinstance(start, int) or start < 0:
-        return None
-    return page, start
+    placed = {
+        (page, start): part
+        for part in parts
+        if isinstance(page := part.metadata.get("page", 0), int)
+        and isinstance(start := part.metadata.get("start_index"), int)
+        and start >= 0
+    }
+    return [placed[place] for place in sorted(placed)] if len(placed) == len(parts) else parts

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine
+from cacheblend_rag import Document, SamplingParams, TransformersEngine
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
@@ -47,22 +47,6 @@ def test_a_model_without_a_chat_template_reads_plain_text() -> None:
     plain = engine.generate_full(f"Answer.\n\n{text}", SamplingParams(max_tokens=8))
     assert answer.text == plain.text
     assert sum(chunk["hit"] for chunk in answer.response_metadata["cacheblend"]["chunks"]) == 9
-
-
-def test_the_llm_cache_answers_until_the_blend_config_changes(engine: TransformersEngine) -> None:
-    cache = InMemoryCache()
-    text = prompt_over(DOCUMENTS[0])
-
-    def ask(**options: object) -> bool:
-        llm = ChatCacheBlend(engine=engine, max_tokens=2, cache=cache, **options)
-        message = llm.invoke(text)
-        return "total_cost" in (message.usage_metadata or {})  # what langchain-core adds on a hit
-
-    assert not ask()
-    assert ask()
-    assert not ask(blend_config=BlendConfig(recompute_ratio=0.5))
-    assert not ask(temperature=0.3, seed=1)
-    assert ask(blend_config=BlendConfig(recompute_ratio=0.5))
 
 
 def report_of(message: AIMessage) -> dict[str, Any]:

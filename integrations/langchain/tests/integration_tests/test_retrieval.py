@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cacheblend_rag import Chunk, TransformersEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import TransformersEngine
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import (
     CharacterTextSplitter,
     MarkdownHeaderTextSplitter,
@@ -24,7 +21,6 @@ from toy import generate_collection
 
 from langchain_cacheblend import (
     DEFAULT_PROMPT,
-    CacheBlendCompressor,
     CacheBlendTransformer,
     ChatCacheBlend,
     create_cacheblend_chain,
@@ -125,14 +121,6 @@ def test_the_chain_warns_when_passages_stand_behind_another_instruction(
     assert "another instruction" in caplog.text
 
 
-def test_the_chain_refuses_what_it_cannot_do() -> None:
-    with pytest.raises(ConfigError, match="embedding"):
-        create_cacheblend_chain(SOURCES, open_llm())
-    prompt = ChatPromptTemplate.from_template("{question}")
-    with pytest.raises(ConfigError, match="context"):
-        create_cacheblend_chain(SOURCES, open_llm(), prompt=prompt, embedding=EMBEDDING)
-
-
 @pytest.fixture
 def ordered() -> tuple[TransformersEngine, list[Document]]:
     engine = random_engine()
@@ -147,32 +135,6 @@ def ordered() -> tuple[TransformersEngine, list[Document]]:
 
 def texts(documents: Sequence[Document]) -> list[str]:
     return [document.page_content[:11] for document in documents]
-
-
-def test_the_compressor_orders_across_boundaries() -> None:
-    engine = random_engine()
-    chunks = [
-        Document(
-            page_content=f"Part {i} of a. " + "The river is quiet. " * 6,
-            metadata={"source": "a", "cacheblend_boundary": "staff" if i < 2 else "all"},
-        )
-        for i in range(4)
-    ]
-    CacheBlendTransformer(engine=engine).transform_documents(chunks)
-    compressor = CacheBlendCompressor(engine=engine, order="document")
-    found = [chunks[i] for i in (2, 1, 3, 0)]
-    assert texts(compressor.compress_documents(found, "")) == texts(chunks)
-
-
-def test_the_compressor_prefetches_the_documents_own_chunks(
-    ordered: tuple[TransformersEngine, list[Document]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, (a0, a1, _, b0, *_) = ordered
-    asked: list[Chunk] = []
-    monkeypatch.setattr(engine, "prefetch", asked.extend)
-    CacheBlendCompressor(engine=engine).compress_documents([b0, a1], "")
-    assert asked == [engine.registry.document("b")[0], engine.registry.document("a")[1]]
-    assert asked[1].context[0] == a0.page_content
 
 
 def test_text_that_changed_after_indexing_is_computed_and_named(
@@ -211,47 +173,3 @@ def test_a_document_without_text_passes_through(caplog: pytest.LogCaptureFixture
     llm = ChatCacheBlend(engine=engine, max_tokens=1)
     chain = create_cacheblend_chain(RunnableLambda(lambda _: documents), llm)
     assert [c["hit"] for c in chain.invoke("Who?")["report"]["chunks"]] == [True]
-
-
-def test_the_index_api_keeps_store_and_kv_in_step() -> None:
-    engine = random_engine()
-    transformer = CacheBlendTransformer(engine=engine)
-    store, records = InMemoryVectorStore(EMBEDDING), InMemoryRecordManager("test")
-    records.create_schema()
-
-    def update(sources: Sequence[Document]) -> dict[str, int]:
-        splitter = RecursiveCharacterTextSplitter(chunk_size=500, chunk_overlap=0)
-        chunks = transformer.transform_documents(splitter.split_documents(sources))
-        return dict(
-            index(
-                chunks,
-                records,
-                store,
-                cleanup="incremental",
-                source_id_key="source",
-                key_encoder="sha256",
-            )
-        )
-
-    def known() -> set[str]:
-        return {
-            chunk.text
-            for source in SOURCES
-            for chunk in engine.registry.document(source.metadata["source"])
-        }
-
-    def stored() -> set[str]:
-        return {str(entry["text"]) for entry in store.store.values()}
-
-    assert update(SOURCES)["num_deleted"] == 0
-    assert known() == stored()
-    shorter = SOURCES[0].model_copy(
-        update={"page_content": SOURCES[0].page_content.partition("\n\n")[0]}
-    )
-    assert update([shorter])["num_deleted"] > 0
-    assert known() == stored()
-
-    gone = SOURCES[1].metadata["source"]
-    store.delete([key for key, e in store.store.items() if e["metadata"]["source"] == gone])
-    transformer.evict(gone)
-    assert known() == stored()

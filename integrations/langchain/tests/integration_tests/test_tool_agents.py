@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from cacheblend_rag.demo.passages import load_passages
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import create_retriever_tool
 from pydantic import BaseModel
 
 from langchain_cacheblend import CacheBlendChatMessageHistory, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
-from tests.models import random_engine, smollm2_engine
+from tests.models import random_engine
 from tests.scripted import Asked, Call, scripted
 from tests.search_tool import search_tool
 
@@ -121,42 +118,6 @@ def search_first(
     """A model of this size calls a tool if it must."""
     asked = isinstance(request.messages[-1], HumanMessage)
     return handler(request.override(tool_choice="search" if asked else "none"))
-
-
-def test_smollm2_searches_and_answers_from_what_it_found() -> None:
-    engine = smollm2_engine()
-    passages = [
-        Document(page_content=one.text, metadata={"source": one.title})
-        for one in sorted(load_passages().passages, key=lambda one: one.title == "Hapi")
-        if one.title in ("Hapi", "Neptune")
-    ]
-    llm = ChatCacheBlend(engine=engine, max_tokens=48)
-    CacheBlendTransformer(engine=engine).transform_documents(passages)
-    queries: list[str] = []
-
-    def retrieve(query: str) -> list[Document]:
-        queries.append(query)
-        return passages
-
-    tool = create_retriever_tool(
-        RunnableLambda(retrieve),
-        "search",
-        "Searches the notes.",
-        response_format="content_and_artifact",
-    )
-    agent = create_agent(
-        llm,
-        [tool],
-        system_prompt="Search with the user's question.",
-        middleware=[search_first, CacheBlendMiddleware(llm)],
-    )
-    outcome = agent.invoke({"messages": [HumanMessage("Which goddess protects Hapi?")]})
-    *_, found, answer = outcome["messages"]
-    assert "Hapi" in queries[0]
-    assert len(found.artifact) == len(passages)
-    report = answer.response_metadata["cacheblend"]
-    assert report["reused_tokens"] > report["prompt_tokens"] / 2
-    assert answer.text
 
 
 def test_a_sessions_turns_are_reused_where_tools_are_called(llm: ChatCacheBlend) -> None:

@@ -17,14 +17,25 @@ from cacheblend_rag import (
     ToolCall,
 )
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessageChunk
+from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_cacheblend import ChatCacheBlend
-from langchain_cacheblend.answers import AnswerReader
+from langchain_cacheblend.answers import to_message, to_piece
 from tests.models import random_engine
 
-CALLS = (ToolCall("1", "search", '{"query": "río"}'), ToolCall("2", "search", '{"query": '))
-READER = AnswerReader("model")
+CALLS = (
+    ToolCall("1", "search", '{"query": "río"}'),
+    ToolCall("2", "search", '{"query": '),
+    ToolCall("3", "search", '["río"]'),
+)
+
+
+def told(answer: Generation) -> AIMessage:
+    return to_message(answer, "model")
+
+
+def piece_of(delta: Delta) -> AIMessageChunk:
+    return to_piece(delta, "model")
 
 
 @cache
@@ -41,20 +52,20 @@ def calling(calls: tuple[ToolCall, ...] = CALLS) -> Generation:
 
 
 def test_a_call_that_is_no_json_is_told_as_invalid() -> None:
-    message = READER.message(calling())
+    message = told(calling())
     assert [call["args"] for call in message.tool_calls] == [{"query": "río"}]
-    assert [call["id"] for call in message.invalid_tool_calls] == ["2"]
+    assert [call["id"] for call in message.invalid_tool_calls] == ["2", "3"]
     assert message.text == "so"
     assert message.response_metadata["finish_reason"] == "tool_calls"
-    assert READER.message(answer()).response_metadata["finish_reason"] == "stop"
+    assert told(answer()).response_metadata["finish_reason"] == "stop"
 
 
 def test_the_last_piece_of_a_stream_has_the_calls() -> None:
-    pieces = [Delta("s"), Delta("o", generation=calling(CALLS[:1]))]
+    pieces = [Delta("s"), Delta("o", generation=calling(CALLS[:2]))]
     whole = AIMessageChunk(content="")
     for piece in pieces:
-        whole += READER.piece(piece)
-    message = READER.message(calling(CALLS[:1]))
+        whole += piece_of(piece)
+    message = told(calling(CALLS[:2]))
     assert whole.text == message.text == "so"
     assert whole.tool_calls == message.tool_calls
     assert [chunk["index"] for chunk in whole.tool_call_chunks] == [0]
@@ -81,7 +92,7 @@ def test_a_prompt_that_is_too_long_is_told_in_langchains_words() -> None:
 
 
 def test_log_probabilities_are_told_as_by_openai() -> None:
-    told = TokenLogprob(7, "é", -0.5, ((7, "é", -0.5), (8, "e", -1.5)))
+    token = TokenLogprob(7, "é", -0.5, ((7, "é", -0.5), (8, "e", -1.5)))
     expected = {
         "token": "é",
         "bytes": [195, 169],
@@ -91,14 +102,14 @@ def test_log_probabilities_are_told_as_by_openai() -> None:
             {"token": "e", "bytes": [101], "logprob": -1.5},
         ],
     }
-    whole = READER.message(answer(logprobs=(told, told)))
+    whole = told(answer(logprobs=(token, token)))
     assert whole.response_metadata["logprobs"] == {"content": [expected] * 2, "refusal": None}
     pieces = [
-        READER.piece(Delta("s", logprobs=(told,))),
-        READER.piece(Delta("", generation=answer(logprobs=(told, told)), logprobs=(told,))),
+        piece_of(Delta("s", logprobs=(token,))),
+        piece_of(Delta("", generation=answer(logprobs=(token, token)), logprobs=(token,))),
     ]
     assert (pieces[0] + pieces[1]).response_metadata["logprobs"] == {
         "content": [expected] * 2,
         "refusal": None,
     }
-    assert "logprobs" not in READER.message(answer()).response_metadata
+    assert "logprobs" not in told(answer()).response_metadata

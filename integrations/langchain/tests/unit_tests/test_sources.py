@@ -21,11 +21,6 @@ def test_the_source_is_read_from_what_loaders_leave() -> None:
     assert document_id(chunk("x", source="")) is None
 
 
-def test_the_field_can_be_named() -> None:
-    assert document_id(chunk("x", source="a.txt", case="c9"), "case") == "c9"
-    assert document_id(chunk("x", source="a.txt"), "case") is None
-
-
 def test_chunks_of_one_source_make_one_document() -> None:
     documents = [
         chunk("b1", source="b"),

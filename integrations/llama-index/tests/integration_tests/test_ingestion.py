@@ -79,18 +79,6 @@ def test_a_cached_run_over_wiped_kv_costs_time_and_no_answer(
     assert outcomes(random_model, kv_path, nodes) == [(True, None)] * len(nodes)
 
 
-def test_a_changed_model_is_computed_anew(
-    random_model: Path, other_random_model: Path, tmp_path: Path
-) -> None:
-    cache = IngestionCache()
-    nodes = list(pipeline(random_model, tmp_path, cache).run(documents=documents()))
-    assert outcomes(other_random_model, tmp_path, nodes) == [(False, "other model")] * len(nodes)
-
-    pipeline(other_random_model, tmp_path, cache).run(documents=documents())
-    for model in (random_model, other_random_model):
-        assert outcomes(model, tmp_path, nodes) == [(True, None)] * len(nodes)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["run", "arun"])
 def test_workers_share_one_folder(
     asynchronous: bool, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

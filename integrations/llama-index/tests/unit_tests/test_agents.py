@@ -13,8 +13,6 @@ from llama_index.core.agent.workflow import (
     ReActAgent,
     ToolCallResult,
 )
-from llama_index.core.bridge.pydantic import BaseModel
-from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
 
@@ -104,32 +102,6 @@ def test_a_react_agent_reuses_the_passages_that_it_observed(
     assert first["chunks"] == []
     assert [chunk["hit"] for chunk in second["chunks"]] == [True, True]
     assert not isinstance(script.asked[0].prompt, ChatPrompt)
-
-
-def test_an_agent_remembers_what_its_tools_said(acting: Any) -> None:
-    llm, script = acting([("add", {"a": 2, "b": 3})], "Five.", "I added.")
-    memory = ChatMemoryBuffer.from_defaults(llm=llm)
-    agent = FunctionAgent(llm=llm, tools=[add])
-
-    async def talk() -> str:
-        await agent.run("2+3?", memory=memory)
-        return str(await agent.run("How?", memory=memory))
-
-    assert asyncio.run(talk()) == "I added."
-    roles = [message["role"] for message in script.asked[2].prompt.messages]
-    assert roles == ["user", "assistant", "tool", "assistant", "user"]
-
-
-def test_an_agent_answers_with_an_object(acting: Any) -> None:
-    class Sum(BaseModel):
-        """A sum."""
-
-        value: int
-
-    llm, script = acting([("add", {"a": 2, "b": 3})], "Five.", '{"value":5}')
-    answer, _, _ = run(FunctionAgent(llm=llm, tools=[add], output_cls=Sum))
-    assert answer.get_pydantic_model(Sum) == Sum(value=5)
-    assert script.asked[2].sampling.structured_outputs is not None
 
 
 def test_a_retriever_tool_of_documents(acting: Any, passages: list[BaseNode]) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 
-from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import (
     CacheBlendChatMemory,
     CacheBlendLLM,
@@ -102,16 +100,3 @@ def test_a_prompt_too_long_is_cut_between_chunks(random_model: Path) -> None:
         chat.chat("Why?")
     assert len(reports) > 1
     assert all(chunk["hit"] for report in reports for chunk in report["chunks"])
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"chat_mode": "react"}, "chat_mode='react' must be one of context, condense_plus_context"),
-        ({"llm": MockLLM()}, "llm is a MockLLM"),
-    ],
-)
-def test_a_wrong_argument_is_named(given: Any, told: str) -> None:
-    llm = CacheBlendLLM(model="no-such-model")
-    with pytest.raises(ConfigError, match=told):
-        cacheblend_chat_engine(**{"source": documents(), "llm": llm, **given})

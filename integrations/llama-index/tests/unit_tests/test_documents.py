@@ -43,28 +43,11 @@ def test_nodes_follow_their_relations() -> None:
     assert found["e"].whole
 
 
-def test_relations_win_over_offsets_and_gaps_are_bridged() -> None:
-    first, second, third = node("a", start=20), node("b", start=10), node("c", start=0)
-    first.relationships[NodeRelationship.NEXT] = RelatedNodeInfo(node_id="b")
-    second.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id="a")
-    (source,) = source_documents([third, second, first])
-    assert [n.node_id for n in source.nodes] == ["c", "a", "b"]
-
-
 def test_offsets_order_nodes_without_relations() -> None:
     (source,) = source_documents([node("a", start=9), node("b", start=3)])
     assert [n.node_id for n in source.nodes] == ["b", "a"]
     (source,) = source_documents([node("a", start=9), node("b")])
     assert [n.node_id for n in source.nodes] == ["a", "b"]
-
-
-def test_a_circle_of_relations_ends() -> None:
-    first, second = node("a"), node("b")
-    for one, other in ((first, "b"), (second, "a")):
-        one.relationships[NodeRelationship.NEXT] = RelatedNodeInfo(node_id=other)
-        one.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id=other)
-    (source,) = source_documents([first, second])
-    assert {n.node_id for n in source.nodes} == {"a", "b"}
 
 
 def test_a_missing_neighbour_makes_a_part() -> None:

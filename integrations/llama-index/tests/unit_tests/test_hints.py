@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from cacheblend_rag import Chunk
-from llama_index.llms.cacheblend.hints import HintedNode, expect, hints_in
+from llama_index.llms.cacheblend.hints import Hint, expect, hints_in
 
 ONE = "The first passage tells of Clara Berg, who lives in Paris and plays the cello every day."
 TWO = "The second passage tells of Oscar Lund, who works as a baker and was born in Oslo in 1950."
 
 
-def hinted(text: str, head: str = "") -> HintedNode:
-    return HintedNode(Chunk(f"{head}{text}", "d"), Chunk(text, "d"))
+def hinted(text: str, head: str = "") -> Hint:
+    return (Chunk(f"{head}{text}", "d"), Chunk(text, "d"))
 
 
 @pytest.fixture(autouse=True)

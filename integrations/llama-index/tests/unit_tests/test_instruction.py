@@ -29,14 +29,6 @@ def test_a_template_of_ones_own() -> None:
     assert llm.resolve_instruction(question_first) == ""
 
 
-def test_a_given_instruction_wins() -> None:
-    assert CacheBlendLLM(model=TOY, instruction="Notes:\n").resolve_instruction() == "Notes:\n"
-
-
-def test_a_model_without_tokenizer_has_none() -> None:
-    assert CacheBlendLLM(model="/no/such/folder", is_chat_model=True).resolve_instruction() == ""
-
-
 def test_a_template_without_a_system_role_has_it_in_the_users_message(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TOY)
     tokenizer.chat_template = (

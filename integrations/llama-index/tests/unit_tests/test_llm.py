@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
-import pickle
 from collections.abc import Callable
-from traceback import TracebackException
 from typing import Any
 
 import pytest
@@ -19,7 +16,6 @@ from toy import TOY
 
 from cacheblend_rag import (
     BlendConfig,
-    CacheBlendError,
     ConfigError,
     Document,
     Engine,
@@ -123,29 +119,6 @@ def test_unknown_arguments_are_named(endpoint: Endpoint, llm: CacheBlendLLM) -> 
         endpoint(llm, retries=3)
 
 
-@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
-def test_calls_take_other_libraries_names(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
-    by_name = endpoint(llm, max_tokens=2, ignore_eos=True)
-    assert endpoint(llm, max_new_tokens=2, ignore_eos=True) == by_name
-    assert endpoint(llm, ignore_eos=True) != by_name
-
-
-def test_none_leaves_the_default_and_other_kinds_are_named(llm: CacheBlendLLM) -> None:
-    assert llm.complete(QUESTION, max_tokens=None, stop=None).text == llm.complete(QUESTION).text
-    with pytest.raises(ConfigError, match="hints hold a int: give Chunks or document ids"):
-        llm.complete(QUESTION, hints=3)
-    with pytest.raises(PromptError, match="prompt is a NoneType: give a text"):
-        llm.complete(None)
-
-
-def test_one_hint_needs_no_list(llm: CacheBlendLLM, demo_engine: Engine) -> None:
-    names = ("clara", "clara's twin")
-    demo_engine.precompute([Document(name, (PASSAGE,)) for name in names], progress=False)
-    for name in names:
-        response = llm.complete(f"{PASSAGE}\n\n{QUESTION}", formatted=True, hints=name)
-        assert response.additional_kwargs["cacheblend"]["chunks"][0]["document_id"] == name
-
-
 COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]
 
 
@@ -218,12 +191,6 @@ def test_wrong_defaults_of_calls_are_refused_when_they_are_set(
         CacheBlendLLM(model="no-such-model", **options)
 
 
-def test_copies_that_are_changed_open_an_engine_of_their_own() -> None:
-    llm = CacheBlendLLM(model=TOY, namespace="one tenant")
-    other = llm.model_copy(update={"namespace": "another tenant"})
-    assert (llm.open().namespace, other.open().namespace) == ("one tenant", "another tenant")
-
-
 def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None:
     metadata = llm.metadata
     assert metadata.context_window == demo_engine.context_window == 4096
@@ -266,19 +233,6 @@ def test_prompt_functions_are_used_unless_formatted(demo_engine: Engine) -> None
     assert len(seen) == 2
 
 
-def test_a_system_prompt_opens_predictions(demo_engine: Engine) -> None:
-    from llama_index.core import PromptTemplate
-
-    def tokens(**fields: Any) -> int:
-        llm = CacheBlendLLM(engine=demo_engine, max_tokens=1, is_chat_model=False, **fields)
-        with collect_reports() as reports:
-            llm.predict(PromptTemplate("Hello"))
-        return int(reports[0]["prompt_tokens"])
-
-    added = len(demo_engine.tokenize("Be brief.\n\n"))
-    assert tokens(system_prompt="Be brief.") - tokens() == added
-
-
 def test_responses_tell_usage_and_report(llm: CacheBlendLLM, demo_engine: Engine) -> None:
     demo_engine.precompute([Document("clara", (PASSAGE,))], progress=False)
     response = llm.complete(f"{PASSAGE}\n\nQuestion: {QUESTION}\nAnswer:", formatted=True)
@@ -291,12 +245,6 @@ def test_responses_tell_usage_and_report(llm: CacheBlendLLM, demo_engine: Engine
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert response.raw["cached_tokens"] == usage["cached_tokens"]
     json.dumps(report)
-
-
-def test_only_the_last_step_of_a_stream_tells_a_report(llm: CacheBlendLLM) -> None:
-    *steps, last = llm.stream_complete(QUESTION)
-    assert not any(step.additional_kwargs for step in steps)
-    assert last.additional_kwargs["cacheblend"]["prompt_tokens"] == last.raw["prompt_tokens"]
 
 
 def test_blend_arguments_of_a_call_win(llm: CacheBlendLLM, demo_engine: Engine) -> None:
@@ -370,31 +318,6 @@ def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
     assert told["model"] == llm.open().model_name
     json.dumps(told)
     assert "object at" not in repr(llm)
-
-
-def test_a_servers_engine_is_serialized_as_its_url(demo_engine: Engine) -> None:
-    on_server = copy.copy(demo_engine)
-    on_server.__class__ = type("OnServer", (type(demo_engine),), {"address": "http://localhost:1"})
-    told = CacheBlendLLM(engine=on_server).to_dict()
-    assert (told["engine"], told["model"]) == ("http://localhost:1", "toy")
-
-
-def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
-    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model=TOY, api_key="s3cret")
-    with pytest.raises(CacheBlendError) as raised:
-        llm.complete("hello")
-    told = [
-        repr(pickle.dumps(llm)),
-        repr(llm),
-        *TracebackException.from_exception(raised.value, capture_locals=True).format(),
-    ]
-    for url in ("http://u:s3cret@host", "http://s3cret@host", "http://host/?key=s3cret"):
-        with pytest.raises(ConfigError, match="give its key as api_key=") as refused:
-            CacheBlendLLM(engine=url)
-        told.append(str(refused.value))
-    assert not any("s3cret" in text for text in told)
-    assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
-    assert copy.deepcopy(llm).api_key == llm.api_key
 
 
 def test_nothing_is_loaded_before_it_is_needed() -> None:

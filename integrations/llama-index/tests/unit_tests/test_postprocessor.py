@@ -49,11 +49,6 @@ def scored(nodes: list[BaseNode], scores: list[float | None]) -> list[NodeWithSc
     return [NodeWithScore(node=node, score=s) for node, s in zip(nodes, scores, strict=True)]
 
 
-def test_nodes_without_scores_keep_their_order(llm: CacheBlendLLM, nodes: list[BaseNode]) -> None:
-    ordered = CacheBlendPostprocessor(llm=llm).postprocess_nodes(scored(nodes, [None] * 6))
-    assert [found.node for found in ordered] == nodes
-
-
 def test_a_node_changed_after_indexing_is_named_in_the_report(
     llm: CacheBlendLLM, nodes: list[BaseNode]
 ) -> None:

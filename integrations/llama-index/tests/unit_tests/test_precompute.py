@@ -14,7 +14,6 @@ from toy import TOY
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
-from llama_index.postprocessor.cacheblend.postprocessor import _hinted
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 
@@ -62,21 +61,6 @@ def test_chunks_know_nothing_beyond_their_boundary(precompute: CacheBlendPrecomp
         assert chunks[3].context == (texts[2], "\n\n")
 
 
-def test_nodes_that_get_a_boundary_later_are_hinted_with_it(
-    precompute: CacheBlendPrecompute,
-) -> None:
-    nodes = split(sentences(12))
-    precompute(nodes)
-    last = nodes[-1]  # alone, it does not replace the document
-    last.metadata["cacheblend_boundary"] = "everybody"
-    last.excluded_llm_metadata_keys = ["cacheblend_boundary"]
-    precompute([last])
-    engine, name = precompute.open(), "doc"
-    assert len(engine.registry.variants(last.get_content("llm"))) == 2
-    assert not _hinted(last, engine).shown.context
-    assert _hinted(last, engine).shown.document_id == name
-
-
 def test_the_kv_of_the_shown_text_serves_the_bare_text_in_every_form(
     precompute: CacheBlendPrecompute,
 ) -> None:
@@ -101,18 +85,6 @@ def test_of_a_short_node_the_bare_text_is_known_but_not_stored(
     nodes = split("A stone.")
     precompute(nodes)
     assert found(precompute.open(), nodes[0].get_content()) == [(False, "not stored")]
-
-
-def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
-    old, new = split(sentences(8)), split(sentences(8, word="brick"))
-    precompute(old)
-    precompute(new)
-    engine = precompute.open()
-    assert found(engine, old[0].get_content("llm")) == []
-    assert found(engine, new[0].get_content("llm")) == [(True, None)]
-    assert {c.text for c in engine.registry.document("doc")} == {
-        text for node in new for text in (node.get_content("llm"), node.get_content())
-    }
 
 
 def test_a_part_of_a_document_replaces_nothing(precompute: CacheBlendPrecompute) -> None:
@@ -146,14 +118,6 @@ def test_it_shares_the_engine_of_its_llm(random_model: Path) -> None:
     assert other.open() is engine
     given = CacheBlendLLM(engine=llm.open())
     assert CacheBlendPrecompute.from_llm(given).open() is llm.open()
-
-
-def test_it_is_pickled_without_its_engine(precompute: CacheBlendPrecompute) -> None:
-    precompute.open()
-    again = pickle.loads(pickle.dumps(precompute))  # noqa: S301
-    assert not again.is_open
-    assert again.to_dict() == precompute.to_dict()
-    assert not again.show_progress
 
 
 @pytest.mark.parametrize("open_engine", [False, True])
@@ -196,16 +160,3 @@ def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
         CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())
-
-
-@pytest.mark.parametrize(
-    ("nodes", "told"),
-    [
-        ("docs", "nodes is a str: give a list of nodes"),
-        (TextNode(text="alone"), "nodes is a TextNode: give a list of nodes"),
-        (["text"], r"nodes\[0\] is a str: give LlamaIndex's nodes"),
-    ],
-)
-def test_wrong_nodes_are_named_before_anything_is_loaded(nodes: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        CacheBlendPrecompute(model="no-such-model")(nodes)

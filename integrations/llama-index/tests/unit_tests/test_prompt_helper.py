@@ -5,11 +5,9 @@ from collections.abc import Iterator
 import pytest
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.llms import MockLLM
 from llama_index.core.prompts import ChatPromptTemplate
 
 from cacheblend_rag import Document, Engine
-from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPromptHelper
 
 TEMPLATE = PromptTemplate("Notes:\n{context_str}\nAnswer.")
@@ -40,12 +38,6 @@ def tokens(llm: CacheBlendLLM, text: str) -> int:
     return len(llm.open().tokenize(text))
 
 
-def test_it_knows_the_models_window_and_output(llm: CacheBlendLLM) -> None:
-    helper = CacheBlendPromptHelper.from_llm(llm)
-    assert helper.context_window == 4096
-    assert helper.num_output == 6
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, CHAT])
 def test_packs_hold_whole_passages_and_fit(
     template: PromptTemplate,
@@ -60,14 +52,6 @@ def test_packs_hold_whole_passages_and_fit(
         prompt = template.format(context_str=pack)
         assert tokens(llm, prompt) + llm.max_tokens <= 600
         assert set(pack.split("\n\n")) <= set(passages)
-
-
-def test_a_pack_that_no_longer_fits_is_cut_between_passages(
-    helper: CacheBlendPromptHelper, passages: list[str]
-) -> None:
-    (pack,) = helper.repack(TEMPLATE, passages[:2], padding=0)
-    longer = PromptTemplate("word " * 175 + "{context_str}")
-    assert helper.repack(longer, [pack], padding=0) == passages[:2]
 
 
 def test_a_passage_too_long_for_any_prompt_is_split(
@@ -96,18 +80,3 @@ def test_a_truncated_text_reads_as_text_in_a_template(
 ) -> None:
     text = f'{passages[0]}\nIt\'s a "quote" with {{braces}}.'
     assert text in TEMPLATE.format(context_str=helper.truncate(TEMPLATE, [text]))
-
-
-def test_nothing_is_packed_from_nothing(helper: CacheBlendPromptHelper) -> None:
-    assert helper.repack(TEMPLATE, [" ", ""]) == []
-    assert helper.truncate(TEMPLATE, []) == []
-
-
-def test_a_template_that_fills_the_window_is_refused(helper: CacheBlendPromptHelper) -> None:
-    with pytest.raises(ValueError, match="available context size"):
-        helper.repack(PromptTemplate("word " * 700 + "{context_str}"), ["a text"])
-
-
-def test_another_llm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
-        CacheBlendPromptHelper.from_llm(MockLLM())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +8,9 @@ from llama_index.core import (
     PromptTemplate,
     Settings,
 )
-from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.response_synthesizers import ResponseMode
 
-from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
     cacheblend_query_engine,
@@ -67,46 +64,6 @@ def test_the_instruction_is_the_head_of_the_template(
     query_engine = cacheblend_query_engine(documents(), llm, show_progress=False, **given)
     assert llm.instruction == instruction
     assert all_hit(query_engine)
-
-
-def test_an_instruction_of_ones_own_stays(random_model: Path) -> None:
-    llm = CacheBlendLLM(model=random_model, instruction="Mine:\n", max_tokens=1)
-    cacheblend_query_engine(documents(), llm, show_progress=False)
-    assert llm.instruction == "Mine:\n"
-
-
-def test_another_llm_is_refused() -> None:
-    with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
-        cacheblend_query_engine(documents(), MockLLM())
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"source": "docs"}, "documents is a str: give a list of documents"),
-        ({"source": ["text"]}, "documents[0] is a str: give LlamaIndex's documents"),
-        ({"source": Document(text="x")}, "documents is a Document: give a list of documents"),
-        ({"order": "best"}, "order='best' must be one of score, document, reverse"),
-        ({"response_mode": "compct"}, "response_mode='compct' must be one of refine, compact"),
-        ({"similarity_top_k": 0}, "similarity_top_k=0 must be an integer of at least 1"),
-        ({"variants": ("bare",)}, "unknown argument 'variants'; known: coll"),
-        ({"text_qa_template": "{context_str}"}, "text_qa_template is a str: give a PromptTemplate"),
-        ({"text_qa_template": PromptTemplate("{query_str}")}, "must take 'context_str'"),
-        ({"transformations": ["x"]}, "transformations[0] is a str: give TransformComponents"),
-        ({"transformations": SPLITTER[0]}, "transformations is a SentenceSplitter: give a list of"),
-        ({"node_postprocessors": "x"}, "node_postprocessors is a str: give a list of BaseNode"),
-        ({"vector_store": "faiss"}, "vector_store is a str: give LlamaIndex's vector store"),
-    ],
-)
-def test_a_wrong_argument_is_named_before_anything_is_loaded(
-    given: dict[str, Any], told: str, random_model: Path
-) -> None:
-    llm = CacheBlendLLM(model=random_model, namespace="refusing")
-    with pytest.raises(ConfigError) as raised:
-        cacheblend_query_engine(**{"source": documents(), "llm": llm, **given})
-    assert told in str(raised.value)
-    assert "\n" not in str(raised.value)
-    assert not llm.is_open
 
 
 def test_a_missing_embedding_model_is_missed_before_anything_is_loaded(

@@ -14,7 +14,6 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissMapVectorStore
 
 from cacheblend_rag import Engine
-from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute, CacheBlendVectorStore
 
 EMBEDDING = MockEmbedding(4)
@@ -134,21 +133,3 @@ def test_clearing_evicts_what_the_store_can_list(
     monkeypatch.setattr(SimpleVectorStore, "get_nodes", lambda self: listed)
     store.clear()
     assert known(llm.open()) == {"three"}
-
-
-def test_it_persists_the_wrapped_store(llm: CacheBlendLLM, tmp_path: Path) -> None:
-    store = CacheBlendVectorStore(SimpleVectorStore(), llm)
-    index = build(store, llm)
-    index.storage_context.persist(str(tmp_path / "index"))
-    loaded = SimpleVectorStore.from_persist_path(
-        str(tmp_path / "index" / "default__vector_store.json")
-    )
-    assert loaded.data.embedding_dict.keys() == store.vector_store.data.embedding_dict.keys()
-
-
-def test_wrong_parts_are_named() -> None:
-    llm = CacheBlendLLM(model="no-such-model")
-    with pytest.raises(ConfigError, match="vector_store is a CacheBlendLLM: give LlamaIndex's"):
-        CacheBlendVectorStore(llm, SimpleVectorStore())
-    with pytest.raises(ConfigError, match="blend is a SimpleVectorStore: give a CacheBlendLLM"):
-        CacheBlendVectorStore(SimpleVectorStore(), SimpleVectorStore())

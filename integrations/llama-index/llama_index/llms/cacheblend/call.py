@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -18,203 +19,162 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.tools.types import BaseTool
 
 from cacheblend_rag import (
     Arguments,
     BlendConfig,
-    ChatPrompt,
-    Chunk,
     ConfigError,
     Delta,
+    Engine,
     Generation,
     SamplingParams,
-    StructuredOutputs,
     TokenLogprob,
     ToolCall,
-    TurnPrompt,
     names_of,
     read_hints,
+    read_tool_choice,
 )
 from llama_index.llms.cacheblend.events import Reporter
 from llama_index.llms.cacheblend.hints import hints_in
-from llama_index.llms.cacheblend.messages import TOOL_CALLS, plain_call
-from llama_index.llms.cacheblend.tools import ToolUse
+from llama_index.llms.cacheblend.messages import TOOL_CALLS
 
 REPORT = "cacheblend"
-Prompt = str | list[dict[str, Any]] | ChatPrompt
-"""A text, or messages for the model's own chat template, with tools or without."""
-SAMPLING = names_of(SamplingParams)
-TOOLS = frozenset({"tools", "tool_choice", "tool_required", "parallel_tool_calls"})
-BLENDING = frozenset({"blend_config", "recompute_ratio"})
+TOOLS = {"tools", "tool_choice", "tool_required", "parallel_tool_calls"}
+BLENDING = {"blend_config", "recompute_ratio", "hints"}
 CALL = Arguments(
     "argument of a call",
-    SAMPLING | TOOLS | BLENDING | {"hints", "response_format", "top_logprobs"},
+    names_of(SamplingParams) | TOOLS | BLENDING | {"response_format", "top_logprobs"},
     {"blend_config": BlendConfig},
 )
+Response = TypeVar("Response", CompletionResponse, ChatResponse)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What the arguments of a call ask for.
+def sampling_of(arguments: Mapping[str, Any]) -> SamplingParams:
+    """Return how an answer is sampled; a pydantic class as ``response_format`` is its schema."""
+    form = arguments.get("response_format")
+    if isinstance(form, type) and issubclass(form, BaseModel):
+        schema = {"schema": form.model_json_schema()}
+        arguments = {**arguments, "response_format": {"type": "json_schema", "json_schema": schema}}
+    return SamplingParams.of_call(arguments)
 
-    hints: None if none are given, so that those of the query at hand are used.
+
+def tools_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TOOLS as fields of a ChatPrompt; raises CacheBlendError for a wrong one."""
+    tools = arguments.get("tools", ())
+    if isinstance(tools, str | Mapping | BaseTool) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools is a {type(tools).__name__}: give a list of tools")
+    specs = [_spec(tool, index) for index, tool in enumerate(tools)]
+    if not specs:
+        return {}
+    choice = arguments.get("tool_choice")
+    if choice is None and arguments.get("tool_required"):
+        choice = "required"
+    return {
+        "tools": specs,
+        "tool_choice": read_tool_choice(choice, specs),
+        "parallel_tool_calls": arguments.get("parallel_tool_calls", True),
+    }
+
+
+def _spec(tool: Any, index: int) -> dict[str, Any]:
+    if isinstance(tool, BaseTool):
+        return tool.metadata.to_openai_tool(skip_length_check=True)
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    raise ConfigError(
+        f"tools[{index}] is a {type(tool).__name__}: give LlamaIndex's tools, such as "
+        "FunctionTool.from_defaults(...) returns"
+    )
+
+
+@dataclass
+class Call(Generic[Response]):
+    """One request, and the responses that are made of its answer.
+
+    Args:
+        kind: of the responses.
+        prompt: for the engine; text: what it says, where hinted chunks are looked for.
+        hints: None for those of the query at hand.
     """
 
+    kind: type[Response]
+    engine: Engine
+    prompt: Any
+    text: str
     sampling: SamplingParams
     config: BlendConfig
-    hints: tuple[Chunk | str, ...] | None
-    tools: ToolUse
-
-    @classmethod
-    def of(
-        cls, arguments: Mapping[str, Any], defaults: Mapping[str, Any], config: BlendConfig
-    ) -> Wanted:
-        """Return what is asked for; raises ConfigError, PromptError for an argument that is wrong.
-
-        arguments: by their own names, none of them None. defaults: sampling settings.
-        """
-        hints = arguments.get("hints")
-        sampling = {name: value for name, value in arguments.items() if name in SAMPLING}
-        return cls(
-            sampling=SamplingParams(**{**defaults, **sampling, **_told(arguments)}),
-            config=_config(config, **_only(arguments, BLENDING)),
-            hints=None if hints is None else read_hints(hints),
-            tools=ToolUse.of(**_only(arguments, TOOLS)),
-        )
-
-    def call(self, prompt: Prompt | TurnPrompt) -> Call:
-        """Return the call that asks a prompt."""
-        return Call(prompt, self)
-
-
-def _only(arguments: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in names}
-
-
-def _config(
-    config: BlendConfig,
-    *,
-    blend_config: BlendConfig | dict[str, Any] | None = None,
-    recompute_ratio: float | None = None,
-) -> BlendConfig:
-    if blend_config is not None:
-        config = BlendConfig.of(blend_config)
-    return config if recompute_ratio is None else config.with_ratio(recompute_ratio)
-
-
-def _told(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling settings that other libraries write in other ways."""
-    told: dict[str, Any] = {}
-    if (asked := arguments.get("response_format")) is not None:
-        if arguments.get("structured_outputs") is not None:
-            raise ConfigError("response_format and structured_outputs name one form: give one")
-        told["structured_outputs"] = _response_format(asked)
-    most, wanted = arguments.get("top_logprobs"), arguments.get("logprobs")
-    if isinstance(wanted, bool):
-        told["logprobs"] = (most or 0) if wanted else None
-    elif most is not None and wanted is None:
-        raise ConfigError("top_logprobs needs logprobs=True")
-    return told
-
-
-def _response_format(asked: Any) -> StructuredOutputs | None:
-    """Return the form that OpenAI's ``response_format`` asks for; a pydantic class is a schema."""
-    if isinstance(asked, type) and issubclass(asked, BaseModel):
-        return StructuredOutputs(json=asked.model_json_schema(), written_as="response_format")
-    return StructuredOutputs.of_response_format(asked)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One request: what is asked of the engine, and the answer so far."""
-
-    prompt: Prompt | TurnPrompt
-    wanted: Wanted
-    pieces: list[str] = field(default_factory=list)
+    hints: Any = None
     reporter: Reporter = field(default_factory=Reporter)
+    so_far: str = ""
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """How the answer is sampled."""
-        return self.wanted.sampling
+    def answer(self) -> Response:
+        """Return the whole response."""
+        return self._whole(self.engine.generate(**self._asked()))
 
-    @property
-    def blending(self) -> dict[str, Any]:
-        """How KV is fused, and the chunks that the prompt holds."""
-        hints = self.wanted.hints
-        told = tuple(hints_in(_text(self.prompt))) if hints is None else hints
-        return {"config": self.wanted.config, "hints": told}
+    async def aanswer(self) -> Response:
+        """Return the whole response, off the event loop."""
+        return self._whole(await self.engine.agenerate(**self._asked()))
 
-    def completion(self, generation: Generation) -> CompletionResponse:
-        """Return the response of a completion."""
-        return CompletionResponse(text=generation.text, **self._told(generation))
+    def steps(self) -> Generator[Response, None, None]:
+        """Return the responses so far, as they grow; the last has the report and calls of tools."""
+        return (self._step(delta) for delta in self.engine.stream(**self._asked()))
 
-    def completion_step(self, delta: Delta) -> CompletionResponse:
-        """Return the response so far of a streamed completion."""
-        told = self._told(delta.generation) if delta.generation else {}
-        return CompletionResponse(text=self._grow(delta.text), delta=delta.text, **told)
+    async def asteps(self) -> AsyncGenerator[Response, None]:
+        """Yield as ``steps``; the work stops as soon as the reader does."""
+        async with aclosing(self.engine.astream(**self._asked())) as deltas:
+            async for delta in deltas:
+                yield self._step(delta)
 
-    def chat(self, generation: Generation) -> ChatResponse:
-        """Return the response of a chat."""
-        message = _message(generation.content, generation.tool_calls)
-        return ChatResponse(message=message, **self._told(generation))
+    def _asked(self) -> dict[str, Any]:
+        hints = hints_in(self.text) if self.hints is None else read_hints(self.hints)
+        asked = {"prompt": self.prompt, "sampling": self.sampling, "config": self.config}
+        return {**asked, "hints": tuple(hints)}
 
-    def chat_step(self, delta: Delta) -> ChatResponse:
-        """Return the response so far of a streamed chat; the last one has the calls of tools."""
-        text = self._grow(delta.content)
-        if delta.generation is None:
-            return ChatResponse(message=_message(text), delta=delta.content)
-        return ChatResponse(
-            message=_message(text, delta.generation.tool_calls),
-            delta=delta.content,
-            **self._told(delta.generation),
-        )
+    def _whole(self, answer: Generation) -> Response:
+        text = answer.content if self.kind is ChatResponse else answer.text
+        return self._response(text, answer.tool_calls, self._told(answer))
 
-    def _grow(self, text: str) -> str:
-        """Return the answer so far."""
-        self.pieces.append(text)
-        return "".join(self.pieces)
+    def _step(self, delta: Delta) -> Response:
+        piece = delta.content if self.kind is ChatResponse else delta.text
+        self.so_far += piece
+        answer = delta.generation
+        told = {} if answer is None else self._told(answer)
+        calls = () if answer is None else answer.tool_calls
+        return self._response(self.so_far, calls, {"delta": piece, **told})
 
-    def _told(self, generation: Generation) -> dict[str, Any]:
+    def _response(self, text: str, calls: Sequence[ToolCall], told: dict[str, Any]) -> Response:
+        if self.kind is ChatResponse:
+            return self.kind(message=_message(text, calls), **told)
+        return self.kind(text=text, **told)
+
+    def _told(self, answer: Generation) -> dict[str, Any]:
         """Publish the report; return what a response says beside its text."""
-        report = generation.report.to_dict()
+        report = answer.report.to_dict()
         self.reporter.publish(report)
         usage = {
-            "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": len(generation.token_ids),
-            "total_tokens": generation.prompt_tokens + len(generation.token_ids),
-            "cached_tokens": generation.report.reused_tokens,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": len(answer.token_ids),
+            "total_tokens": answer.prompt_tokens + len(answer.token_ids),
+            "cached_tokens": answer.report.reused_tokens,
         }
-        raw: dict[str, Any] = {
-            **usage,
-            "usage": usage,
-            "finish_reason": generation.openai_finish_reason,
-        }
+        raw = {**usage, "usage": usage, "finish_reason": answer.openai_finish_reason}
         told: dict[str, Any] = {"raw": raw, "additional_kwargs": {REPORT: report}}
-        if generation.logprobs is not None:
-            raw["logprobs"] = {"content": [one.to_openai() for one in generation.logprobs]}
-            told["logprobs"] = [_logprobs(one) for one in generation.logprobs]
+        if answer.logprobs is not None:
+            raw["logprobs"] = {"content": [one.to_openai() for one in answer.logprobs]}
+            told["logprobs"] = [_logprobs(one) for one in answer.logprobs]
         return told
 
 
-def _text(prompt: Prompt | TurnPrompt) -> str:
-    if isinstance(prompt, TurnPrompt):
-        return _text(cast("Prompt", prompt.prompt))
-    if isinstance(prompt, str):
-        return prompt
-    messages = prompt.messages if isinstance(prompt, ChatPrompt) else prompt
-    return "\n".join(message["content"] or "" for message in messages)
-
-
-def _message(text: str, calls: tuple[ToolCall, ...] = ()) -> ChatMessage:
+def _message(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
     """Return an assistant's message; calls of tools also in OpenAI's form: LlamaIndex reads it."""
-    blocks: list[ContentBlock] = [TextBlock(text=text)] if text or not calls else []
-    blocks += [
+    blocks: list[ContentBlock] = [
         ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=_arguments(one))
         for one in calls
     ]
-    plain = [plain_call(one.id, one.name, one.arguments) for one in calls]
-    more = {TOOL_CALLS: plain} if plain else {}
+    more = {TOOL_CALLS: [one.to_openai() for one in calls]} if blocks else {}
+    if text or not blocks:
+        blocks.insert(0, TextBlock(text=text))
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more)
 
 

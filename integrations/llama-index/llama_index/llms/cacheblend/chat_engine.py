@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.llms.types import MessageRole
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONTEXT_PROMPT_TEMPLATE
 from llama_index.core.chat_engine.context import DEFAULT_CONTEXT_TEMPLATE
@@ -12,15 +12,10 @@ from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.chat_engine.utils import get_prefix_messages_with_context
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.response_synthesizers import CompactAndRefine
 
+from cacheblend_rag import ConfigError
 from llama_index.llms.cacheblend.chat_memory import CacheBlendChatMemory
-from llama_index.llms.cacheblend.indexing import (
-    PassageOptions,
-    Passages,
-    Source,
-    check_choice,
-)
+from llama_index.llms.cacheblend.indexing import Passages, Source
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 
@@ -32,7 +27,7 @@ def cacheblend_chat_engine(
     chat_mode: ChatMode | str = ChatMode.CONTEXT,
     memory: CacheBlendChatMemory | None = None,
     system_prompt: str | None = None,
-    **options: Unpack[PassageOptions],
+    **options: Any,
 ) -> BaseChatEngine:
     """Return a chat engine that reuses the KV of retrieved chunks and of earlier turns.
 
@@ -46,17 +41,23 @@ def cacheblend_chat_engine(
             the LLM first makes a question of it that stands alone.
         memory: of the conversation; by default a new one.
         system_prompt: what stands behind the passages in the system message.
-        **options: arguments of cacheblend_query_engine: ``transformations``, ``embed_model``,
-            ``vector_store``, ``similarity_top_k``, ``node_postprocessors``, ``order``,
-            ``collection``, ``show_progress``.
+        **options: those of cacheblend_query_engine.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.
     """
     passages = Passages.of(source, llm, options)
-    check_choice("chat_mode", chat_mode, [mode.value for mode in MODES])
+    if chat_mode not in MODES:
+        raise ConfigError(f"chat_mode={chat_mode!r} must be one of {', '.join(MODES)}")
     engine, template = MODES[ChatMode(chat_mode)]
-    head = None if isinstance(passages.source, BaseIndex) else _whole(template, system_prompt)
+    head = None
+    if not isinstance(passages.source, BaseIndex):
+        # The messages that the engine asks with, as far as a template gives them.
+        head = ChatPromptTemplate(
+            get_prefix_messages_with_context(
+                PromptTemplate(template), system_prompt or "", [], [], MessageRole.SYSTEM
+            )
+        )
     retriever = passages.retriever(head)
     memory = CacheBlendChatMemory.from_defaults(passages.llm) if memory is None else memory
     made: BaseChatEngine = engine.from_defaults(
@@ -69,35 +70,21 @@ def cacheblend_chat_engine(
     return made
 
 
-def _whole(template: str, system_prompt: str | None) -> ChatPromptTemplate:
-    """Return the messages that the engine asks with, as far as a template gives them."""
-    messages: list[ChatMessage] = get_prefix_messages_with_context(
-        PromptTemplate(template), system_prompt or "", [], [], MessageRole.SYSTEM
-    )
-    return ChatPromptTemplate(messages)
-
-
 class _WholeChunks:
     """Lets a chat engine pack its prompts with whole chunks."""
 
     _llm: Any
 
-    def _get_response_synthesizer(
-        self, chat_history: list[ChatMessage], streaming: bool = False
-    ) -> CompactAndRefine:
-        made: CompactAndRefine = super()._get_response_synthesizer(  # type: ignore[misc] # the engine beside has it
-            chat_history, streaming
-        )
+    def _get_response_synthesizer(self, *args: Any, **kwargs: Any) -> Any:
+        made = super()._get_response_synthesizer(*args, **kwargs)  # type: ignore[misc] # LlamaIndex's
         made._prompt_helper = CacheBlendPromptHelper.from_llm(self._llm)
         return made
 
 
-class _ContextChat(_WholeChunks, ContextChatEngine):
-    """LlamaIndex's chat engine of the mode ``context``."""
+class _ContextChat(_WholeChunks, ContextChatEngine): ...
 
 
-class _CondenseChat(_WholeChunks, CondensePlusContextChatEngine):
-    """LlamaIndex's chat engine of the mode ``condense_plus_context``."""
+class _CondenseChat(_WholeChunks, CondensePlusContextChatEngine): ...
 
 
 MODES: dict[ChatMode, tuple[type[Any], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.memory import BaseMemory
+from llama_index.core.memory.types import BaseChatStoreMemory
 
 from cacheblend_rag import ConfigError, ConversationKV, forget_conversation, write_private
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
@@ -19,14 +20,13 @@ ROLE_TOKENS = 8
 """Upper bound of the tokens that a chat template adds to a message."""
 
 
-class CacheBlendChatMemory(BaseMemory):
+class CacheBlendChatMemory(BaseChatStoreMemory):
     """The messages of one conversation, and which KV of its turns is stored.
 
     Give it to a chat engine together with ``llm.in_conversation(memory.kv)``, as
     ``cacheblend_chat_engine`` does. Two memories never share KV, even of the same text.
     """
 
-    messages: list[ChatMessage] = Field(default_factory=list, description="Oldest first.")
     token_limit: int = Field(
         default=3000, description="Most tokens of the messages that prompts hold.", gt=0
     )
@@ -56,7 +56,8 @@ class CacheBlendChatMemory(BaseMemory):
             kv: the KV of the conversation; with bounds of its own, for instance.
         """
         limit = llm.metadata.context_window // 2 if token_limit is None else token_limit
-        memory = cls(messages=list(chat_history or ()), token_limit=limit)
+        memory = cls(token_limit=limit)
+        memory.set(list(chat_history or ()))
         memory._llm, memory._kv = llm, ConversationKV() if kv is None else kv
         return memory
 
@@ -86,18 +87,15 @@ class CacheBlendChatMemory(BaseMemory):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write messages and the names of their KV to a file that only its owner can read."""
-        plain = {
-            "messages": [message.model_dump(mode="json") for message in self.messages],
-            "token_limit": self.token_limit,
-            "kv": self._kv.to_plain(),
-        }
+        messages = [message.model_dump(mode="json") for message in self.get_all()]
+        plain = {"messages": messages, "token_limit": self.token_limit, "kv": self._kv.to_plain()}
         write_private(path, json.dumps(plain))
 
     def get(self, input: str | None = None, **kwargs: Any) -> list[ChatMessage]:
         """Return the latest messages within ``token_limit``, from a user's message on."""
         left, kept = self.token_limit, list[ChatMessage]()
-        for message in reversed(self.messages):
-            left -= self._tokens(message)
+        for message in reversed(self.get_all()):
+            left -= self._tokens(message.content or "") + ROLE_TOKENS
             if left < 0:
                 break
             kept.insert(0, message)
@@ -105,22 +103,17 @@ class CacheBlendChatMemory(BaseMemory):
             del kept[0]
         return kept
 
-    def get_all(self) -> list[ChatMessage]:
-        return list(self.messages)
-
-    def put(self, message: ChatMessage) -> None:
-        self.messages.append(message)
-
-    def set(self, messages: list[ChatMessage]) -> None:
-        self.messages = list(messages)
+    async def aget(self, input: str | None = None, **kwargs: Any) -> list[ChatMessage]:
+        return self.get()
 
     def reset(self) -> None:
         """Drop all messages, and evict the KV of their turns."""
-        self.messages = []
+        super().reset()
         if self._llm is not None:
             forget_conversation(self._llm.open(), self._kv)
 
-    def _tokens(self, message: ChatMessage) -> int:
-        text = message.content or ""
-        counted = len(text) if self._llm is None else len(self._llm.open().tokenize(text))
-        return counted + ROLE_TOKENS
+    async def areset(self) -> None:
+        await asyncio.to_thread(self.reset)
+
+    def _tokens(self, text: str) -> int:
+        return len(text if self._llm is None else self._llm.open().tokenize(text))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
 
-from cacheblend_rag import ConfigError
-
-AnyNode = TypeVar("AnyNode", bound=BaseNode)
 SEPARATOR = "\n\n"
 
 
@@ -19,22 +15,8 @@ class SourceDocument:
     """Nodes cut from one document, in order; whole: no neighbour of theirs is missing."""
 
     document_id: str
-    nodes: tuple[BaseNode, ...]
+    nodes: Sequence[BaseNode]
     whole: bool
-
-
-def checked_nodes(nodes: Iterable[AnyNode], name: str = "nodes") -> list[AnyNode]:
-    """Return nodes or documents as a list; raises ConfigError, naming the field, for others."""
-    if isinstance(nodes, str | BaseNode) or not isinstance(nodes, Iterable):
-        raise ConfigError(f"{name} is a {type(nodes).__name__}: give a list of {name}")
-    found = list(nodes)
-    for index, node in enumerate(found):
-        if not isinstance(node, BaseNode):
-            raise ConfigError(
-                f"{name}[{index}] is a {type(node).__name__}: give LlamaIndex's {name}, such as "
-                "SimpleDirectoryReader(...).load_data() returns"
-            )
-    return found
 
 
 def shown_text(node: BaseNode) -> str:
@@ -73,38 +55,24 @@ def document_id(node: BaseNode) -> str:
 
 
 def source_documents(nodes: Iterable[BaseNode]) -> list[SourceDocument]:
-    """Group nodes by source document; documents keep the order of their first nodes."""
+    """Group nodes by source document; documents keep the order of their first nodes.
+
+    Nodes are in the order of their characters where all have a place, and else as they are given.
+    """
     groups: dict[str, dict[str, BaseNode]] = {}
     for node in nodes:
         groups.setdefault(document_id(node), {})[node.node_id] = node
-    return [
-        SourceDocument(
-            name,
-            tuple(_in_order(group)),
-            all(neighbour in group for node in group.values() for neighbour in _neighbours(node)),
-        )
-        for name, group in groups.items()
-    ]
-
-
-def _in_order(group: dict[str, BaseNode]) -> Iterator[BaseNode]:
-    """Follow NEXT relations from every node without a predecessor here, earliest first."""
-    done: set[str] = set()
-    heads = [n for n in group.values() if _related(n, NodeRelationship.PREVIOUS) not in group]
-    for head in [*_by_start(heads), *_by_start(list(group.values()))]:
-        node: BaseNode | None = head
-        while node is not None and node.node_id not in done:
-            done.add(node.node_id)
-            yield node
-            node = group.get(_related(node, NodeRelationship.NEXT) or "")
-
-
-def _by_start(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """Sort by character offset where every node has one; otherwise keep the given order."""
-    starts = [start_index(node) for node in nodes]
-    if any(start is None for start in starts):
-        return list(nodes)
-    return sorted(nodes, key=lambda node: start_index(node) or 0)
+    found = []
+    for name, group in groups.items():
+        placed = [
+            (start, node) for node in group.values() if (start := start_index(node)) is not None
+        ]
+        ordered = list(group.values())
+        if len(placed) == len(group):
+            ordered = [node for _, node in sorted(placed, key=lambda one: one[0])]
+        is_whole = all(name in group for node in ordered for name in _neighbours(node))
+        found.append(SourceDocument(name, ordered, is_whole))
+    return found
 
 
 def start_index(node: BaseNode) -> int | None:
@@ -114,10 +82,6 @@ def start_index(node: BaseNode) -> int | None:
 
 
 def _neighbours(node: BaseNode) -> list[str]:
-    related = [_related(node, NodeRelationship.PREVIOUS), _related(node, NodeRelationship.NEXT)]
-    return [node_id for node_id in related if node_id is not None]
-
-
-def _related(node: BaseNode, relationship: NodeRelationship) -> str | None:
-    related = node.relationships.get(relationship)
-    return related.node_id if isinstance(related, RelatedNodeInfo) else None
+    beside = (NodeRelationship.PREVIOUS, NodeRelationship.NEXT)
+    related = [node.relationships.get(relationship) for relationship in beside]
+    return [one.node_id for one in related if isinstance(one, RelatedNodeInfo)]

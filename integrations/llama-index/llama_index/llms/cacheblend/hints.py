@@ -9,35 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from cacheblend_rag import Chunk
 
 EDGE_CHARACTERS = 48
+Hint = tuple[Chunk, ...]
+"""A retrieved node's text as prompts may show it: with its metadata, and bare."""
 
-_expected: ContextVar[tuple[HintedNode, ...]] = ContextVar("cacheblend_hints", default=())
-
-
-@dataclass(frozen=True, slots=True)
-class HintedNode:
-    """A retrieved node's text as prompts may show it: with its metadata, and bare.
-
-    parts: the known chunks in a text that is none itself, such as a window of sentences.
-    """
-
-    shown: Chunk
-    bare: Chunk
-    parts: tuple[Chunk, ...] = ()
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """What prompts that show the node with its metadata hold."""
-        return self.parts or (self.shown,)
+_expected: ContextVar[tuple[Hint, ...]] = ContextVar("cacheblend_hints", default=())
 
 
-def expect(nodes: Sequence[HintedNode]) -> None:
+def expect(hints: Sequence[Hint]) -> None:
     """Let the following calls of this thread or task expect these nodes, and no others."""
-    _expected.set(tuple(nodes))
+    _expected.set(tuple(hints))
 
 
 def hints_in(prompt: str) -> list[Chunk]:
@@ -47,17 +31,16 @@ def hints_in(prompt: str) -> list[Chunk]:
     query) nothing is said.
     """
     found: list[Chunk] = []
-    absent: list[HintedNode] = []
+    absent: list[Hint] = []
     rest = prompt
-    for node in sorted(_expected.get(), key=lambda node: -len(node.shown.text)):
-        chunk = next((c for c in (node.shown, node.bare) if c.text and c.text in rest), None)
+    for hint in sorted(_expected.get(), key=lambda hint: -len(hint[0].text)):
+        chunk = next((one for one in hint if one.text and one.text in rest), None)
         if chunk is None:
-            absent.append(node)
+            absent.append(hint)
         else:
-            found += node.parts or (chunk,)
+            found.append(chunk)
             rest = rest.replace(chunk.text, "\n")
-    cut = [node for node in absent if _stands_cut(node.bare.text, rest)]
-    return found + [chunk for node in cut for chunk in node.chunks]
+    return found + [hint[0] for hint in absent if _stands_cut(hint[-1].text, rest)]
 
 
 def _stands_cut(text: str, prompt: str) -> bool:

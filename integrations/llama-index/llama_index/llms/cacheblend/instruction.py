@@ -29,11 +29,15 @@ def text_before_context(
     """
     renders = bool(getattr(tokenizer, "chat_template", None))
     chat = renders if is_chat_model is None else is_chat_model
-    selected = _select(template or DEFAULT_TEXT_QA_PROMPT_SEL, chat)
+    selected = template or DEFAULT_TEXT_QA_PROMPT_SEL
+    if isinstance(selected, SelectorPromptTemplate):
+        asked: Any = SimpleNamespace(metadata=LLMMetadata(is_chat_model=chat))
+        selected = selected.select(llm=asked)
     values = dict.fromkeys(selected.template_vars, "") | dict.fromkeys(CONTEXT_VARIABLES, PLACE)
     if not chat:
         text = f"{system_prompt}\n\n" if system_prompt else ""
-        return _head(text + selected.format(llm=None, **values))
+        head, found, _ = (text + selected.format(llm=None, **values)).partition(PLACE)
+        return head if found else ""
     messages = selected.format_messages(llm=None, **values)
     if system_prompt:
         messages = [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
@@ -41,15 +45,3 @@ def text_before_context(
         return text_before(PLACE, plain_messages(messages), tokenizer) if renders else ""
     except PromptError:  # of the template, which will refuse the prompt too
         return ""
-
-
-def _select(template: BasePromptTemplate, chat: bool) -> BasePromptTemplate:
-    if not isinstance(template, SelectorPromptTemplate):
-        return template
-    asked: Any = SimpleNamespace(metadata=LLMMetadata(is_chat_model=chat))
-    return template.select(llm=asked)
-
-
-def _head(text: str) -> str:
-    head, found, _ = text.partition(PLACE)
-    return head if found else ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
@@ -20,6 +19,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -27,19 +27,18 @@ from llama_index.core.llms.llm import ToolSelection, default_completion_to_promp
 from typing_extensions import override
 
 from cacheblend_rag import (
+    BlendConfig,
     ChatPrompt,
     ConfigError,
     ConversationKV,
-    Delta,
     Engine,
     PromptError,
     TurnPrompt,
 )
-from llama_index.llms.cacheblend.call import CALL, Call, Prompt, Wanted
+from llama_index.llms.cacheblend.call import CALL, Call, Response, sampling_of, tools_of
 from llama_index.llms.cacheblend.messages import plain_messages
 from llama_index.llms.cacheblend.settings import EngineSettings
 from llama_index.llms.cacheblend.structured import StructuredPredictor
-from llama_index.llms.cacheblend.tools import ToolUse, selections
 
 if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
@@ -110,7 +109,9 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
 
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
-        self._wanted({})
+        given = self._given({})
+        sampling_of(given)
+        self._config(given)
         return self
 
     @classmethod
@@ -143,79 +144,45 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        engine = self.open()
-        call = self._completion_call(engine, prompt, formatted, kwargs)
-        return call.completion(engine.generate(call.prompt, call.sampling, **call.blending))
+        return self._completion(self.open(), prompt, formatted, kwargs).answer()
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        engine = self.open()
-        call = self._completion_call(engine, prompt, formatted, kwargs)
-        deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-        return (call.completion_step(delta) for delta in deltas)
+        return self._completion(self.open(), prompt, formatted, kwargs).steps()
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        engine = await self.aopen()
-        call = self._completion_call(engine, prompt, formatted, kwargs)
-        return call.completion(await engine.agenerate(call.prompt, call.sampling, **call.blending))
+        return await self._completion(await self.aopen(), prompt, formatted, kwargs).aanswer()
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        engine = await self.aopen()
-        call = self._completion_call(engine, prompt, formatted, kwargs)
-
-        async def steps() -> CompletionResponseAsyncGen:
-            async with _closing(
-                engine.astream(call.prompt, call.sampling, **call.blending)
-            ) as deltas:
-                async for delta in deltas:
-                    yield call.completion_step(delta)
-
-        return steps()
+        return self._completion(await self.aopen(), prompt, formatted, kwargs).asteps()
 
     # Chat
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        engine = self.open()
-        call = self._chat_call(engine, messages, kwargs)
-        return call.chat(engine.generate(call.prompt, call.sampling, **call.blending))
+        return self._chat(self.open(), messages, kwargs).answer()
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        engine = self.open()
-        call = self._chat_call(engine, messages, kwargs)
-        deltas = engine.stream(call.prompt, call.sampling, **call.blending)
-        return (call.chat_step(delta) for delta in deltas)
+        return self._chat(self.open(), messages, kwargs).steps()
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        engine = await self.aopen()
-        call = self._chat_call(engine, messages, kwargs)
-        return call.chat(await engine.agenerate(call.prompt, call.sampling, **call.blending))
+        return await self._chat(await self.aopen(), messages, kwargs).aanswer()
 
     @llm_chat_callback()
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        engine = await self.aopen()
-        call = self._chat_call(engine, messages, kwargs)
-
-        async def steps() -> ChatResponseAsyncGen:
-            async with _closing(
-                engine.astream(call.prompt, call.sampling, **call.blending)
-            ) as deltas:
-                async for delta in deltas:
-                    yield call.chat_step(delta)
-
-        return steps()
+        return self._chat(await self.aopen(), messages, kwargs).asteps()
 
     # Tools
 
@@ -232,14 +199,11 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the arguments of a chat call that may, or must, call tools."""
-        use = ToolUse.of(tools, tool_choice, tool_required)
+        given = {"tools": tools, "tool_choice": tool_choice, "tool_required": tool_required}
+        told = tools_of({**given, "parallel_tool_calls": allow_parallel_tool_calls})
         asked = ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg
         messages = [*(chat_history or ()), *([] if asked is None else [asked])]
-        given: dict[str, Any] = {"messages": messages, **kwargs}
-        if use.tools:
-            given |= {"tools": list(use.tools), "tool_choice": use.choice}
-            given["parallel_tool_calls"] = allow_parallel_tool_calls
-        return given
+        return {"messages": messages, **kwargs, **told}
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -255,89 +219,104 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
             ValueError: when it calls none.
             ConfigError: when ``max_tokens`` ended a call before it was whole.
         """
-        found = selections(response)
-        if error_on_no_tool_call and not found:
+        called = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]
+        is_whole = all(isinstance(one.tool_kwargs, dict) for one in called)
+        is_cut = not is_whole or not (called or response.message.content)
+        if is_cut and (response.raw or {}).get("finish_reason") == "length":
+            raise ConfigError("max_tokens ended the call of a tool: give a higher max_tokens")
+        if error_on_no_tool_call and not called:
             raise ValueError(f"the answer calls no tool: {response.message.content or ''!r:.100}")
-        return found
+        return [
+            ToolSelection(
+                tool_id=one.tool_call_id or "",
+                tool_name=one.tool_name,
+                tool_kwargs=one.tool_kwargs if isinstance(one.tool_kwargs, dict) else {},
+            )
+            for one in called
+        ]
 
     # Inside
 
     def _is_chat(self, engine: Engine) -> bool:
         return engine.has_chat_template if self.is_chat_model is None else self.is_chat_model
 
-    def _completion_prompt(self, engine: Engine, prompt: str, formatted: bool) -> Prompt:
-        """Return the text as it is, wrapped by the user's function, or as one user message."""
-        if not isinstance(prompt, str):
-            raise PromptError(f"prompt is a {type(prompt).__name__}: give a text")
-        if formatted:
-            return prompt
-        wrap = self.completion_to_prompt
-        if wrap is not None and wrap is not default_completion_to_prompt:
-            return wrap(prompt)
-        if self._is_chat(engine):
-            return self._chat_prompt(engine, [ChatMessage(role=MessageRole.USER, content=prompt)])
-        return prompt
-
-    def _chat_prompt(self, engine: Engine, messages: Sequence[ChatMessage]) -> Prompt:
-        """Return messages for the model's own template, or as a text where it has none."""
-        render = self.messages_to_prompt
-        if render is not None and render is not generic_messages_to_prompt:
-            return render(messages)
-        if engine.has_chat_template:
-            return plain_messages(messages)
-        return generic_messages_to_prompt(messages)
-
-    def _turn(
-        self, engine: Engine, messages: Sequence[ChatMessage], use: ToolUse
-    ) -> Prompt | TurnPrompt:
-        """Return messages as the conversation's next turn, which ends with the user's message."""
-        prompt = self._chat_prompt(engine, messages)
-        if use.tools:
-            if refusal := self._refuses_tools(engine):
-                raise ConfigError(f"tools: {refusal}")
-            prompt = ChatPrompt(cast("list[Any]", prompt), use.tools, use.choice, use.parallel)
-        asks = bool(messages) and messages[-1].role is MessageRole.USER
-        question = (messages[-1].content or "").strip() if asks else ""
-        if self._conversation is None or not question:
-            return prompt
-        return TurnPrompt(self._conversation, prompt, question)
-
     def _refuses_tools(self, engine: Engine) -> str | None:
         """Return why prompts cannot show tools, or None."""
         if not engine.has_chat_template:
             return f"{engine.model_name} has no chat template to show them by"
-        render = self.messages_to_prompt
-        if render is not None and render is not generic_messages_to_prompt:
+        if self._renders:
             return "messages_to_prompt does not show them: leave it out"
         return None
 
-    def _completion_call(
+    @property
+    def _renders(self) -> bool:
+        """Whether a function of the user's makes texts of messages."""
+        return self.messages_to_prompt not in (None, generic_messages_to_prompt)
+
+    def _completion(
         self, engine: Engine, prompt: str, formatted: bool, kwargs: dict[str, Any]
-    ) -> Call:
-        wanted = self._wanted(kwargs)
-        if wanted.tools.tools:
+    ) -> Call[CompletionResponse]:
+        """Return a call with the text as it is, in the user's own form, or as a user's message."""
+        if not isinstance(prompt, str):
+            raise PromptError(f"prompt is a {type(prompt).__name__}: give a text")
+        given = self._given(kwargs)
+        if given.get("tools"):
             raise ConfigError("tools: a completion calls none: ask by chat")
-        return wanted.call(self._completion_prompt(engine, prompt, formatted))
+        asked: Any = prompt
+        if not formatted:
+            wrap = self.completion_to_prompt
+            if wrap is not None and wrap is not default_completion_to_prompt:
+                asked = wrap(prompt)
+            elif self._is_chat(engine):
+                asked = self._messages_prompt(engine, [ChatMessage(prompt)])
+        return self._call(CompletionResponse, engine, asked, prompt, given)
 
-    def _chat_call(
+    def _chat(
         self, engine: Engine, messages: Sequence[ChatMessage], kwargs: dict[str, Any]
-    ) -> Call:
-        wanted = self._wanted(kwargs)
-        return wanted.call(self._turn(engine, messages, wanted.tools))
+    ) -> Call[ChatResponse]:
+        """Return a call with messages; a user's message at the end is the conversation's turn."""
+        given = self._given(kwargs)
+        prompt = self._messages_prompt(engine, messages)
+        if tools := tools_of(given):
+            if refusal := self._refuses_tools(engine):
+                raise ConfigError(f"tools: {refusal}")
+            prompt = ChatPrompt(prompt, **tools)
+        asks = bool(messages) and messages[-1].role is MessageRole.USER
+        question = (messages[-1].content or "").strip() if asks else ""
+        if self._conversation is not None and question:
+            prompt = TurnPrompt(self._conversation, prompt, question)
+        text = "\n".join(message.content or "" for message in messages)
+        return self._call(ChatResponse, engine, prompt, text, given)
 
-    def _wanted(self, kwargs: dict[str, Any]) -> Wanted:
+    def _messages_prompt(self, engine: Engine, messages: Sequence[ChatMessage]) -> Any:
+        """Return messages for the model's own template, or as a text where it has none."""
+        if self._renders and self.messages_to_prompt is not None:
+            return self.messages_to_prompt(messages)
+        if engine.has_chat_template:
+            return plain_messages(messages)
+        return generic_messages_to_prompt(messages)
+
+    def _call(
+        self,
+        kind: type[Response],
+        engine: Engine,
+        prompt: Any,
+        text: str,
+        given: Mapping[str, Any],
+    ) -> Call[Response]:
+        sampling, config = sampling_of(given), self._config(given)
+        return Call(kind, engine, prompt, text, sampling, config, given.get("hints"))
+
+    def _config(self, given: Mapping[str, Any]) -> BlendConfig:
+        own, ratio = given.get("blend_config"), given.get("recompute_ratio")
+        config = self.blending if own is None else BlendConfig.of(own)
+        return config if ratio is None else config.with_ratio(ratio)
+
+    def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        defaults = {
+        own = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "stop": tuple(self.stop),
         }
-        given = {**CALL.told(self.additional_kwargs), **CALL.told(kwargs)}
-        return Wanted.of(given, defaults, self.blending)
-
-
-def _closing(
-    deltas: AsyncIterator[Delta],
-) -> AbstractAsyncContextManager[AsyncGenerator[Delta, None]]:
-    """Stop the work as soon as the reader stops, not at the next garbage collection."""
-    return aclosing(cast("AsyncGenerator[Delta, None]", deltas))
+        return {**own, **CALL.told(self.additional_kwargs), **CALL.told(kwargs)}

@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag import PromptError
+from cacheblend_rag import PromptError, ToolCall
 
 ROLES = {
     MessageRole.CHATBOT: "assistant",
@@ -53,26 +53,14 @@ def _plain_message(message: ChatMessage, index: int) -> dict[str, Any]:
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if blocks:
-        return [plain_call(one.tool_call_id, one.tool_name, one.tool_kwargs) for one in blocks]
-    return [_given_call(call) for call in message.additional_kwargs.get(TOOL_CALLS) or ()]
+    told = [
+        ToolCall(one.tool_call_id or "", one.tool_name, _text(one.tool_kwargs)).to_openai()
+        for one in message.blocks
+        if isinstance(one, ToolCallBlock)
+    ]
+    given = message.additional_kwargs.get(TOOL_CALLS) or ()
+    return told or [one if isinstance(one, dict) else one.model_dump() for one in given]
 
 
-def _given_call(call: Any) -> dict[str, Any]:
-    """Return a call that is a dict or an object of the openai package."""
-    plain = call if isinstance(call, Mapping) else call.model_dump()
-    function = plain.get("function") or {}
-    return plain_call(plain.get("id"), function.get("name") or "", function.get("arguments") or {})
-
-
-def plain_call(
-    call_id: str | None, name: str, arguments: Mapping[str, Any] | str
-) -> dict[str, Any]:
-    """Return a call of a tool in the OpenAI form, its arguments as JSON text."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": call_id or "",
-        "type": "function",
-        "function": {"name": name, "arguments": text},
-    }
+def _text(arguments: Mapping[str, Any] | str) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -10,18 +10,18 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
+from pydantic import InstanceOf
 
-from cacheblend_rag import Chunk, ConfigError, Document, Engine, read_boundary
+from cacheblend_rag import CheckedOptions, Chunk, ConfigError, Document, read_boundary
 from llama_index.llms.cacheblend.documents import (
     SEPARATOR,
     SourceDocument,
     bare_text,
-    checked_nodes,
     has_window,
     shown_text,
     source_documents,
 )
-from llama_index.llms.cacheblend.settings import EngineSettings, checked_llm, is_url
+from llama_index.llms.cacheblend.settings import EngineSettings, checked_llm
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     def __getstate__(self) -> dict[Any, Any]:
         """Refuse to be sent to a worker without a shared folder, whose KV would be lost."""
         state = super().__getstate__()
-        if self.store.kv_path is None and not is_url(self.engine):
+        if self.store.kv_path is None and "://" not in self.engine:
             raise ConfigError("kv_path=None: workers share KV through a folder, so name one")
         return state
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Compute and store the nodes' KV; returns the nodes as they are."""
-        given = checked_nodes(nodes)
+        given = _Given(nodes=nodes).nodes
         engine = self.open()
         known: list[Document | Chunk] = []
         wanted: list[Document | Chunk] = []
@@ -109,7 +109,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
             wanted += _items(source, shown)
             if bare != shown:
                 known += _items(source, bare)
-        self._precompute(engine, wanted)
+        report = engine.precompute(
+            wanted, progress=self.show_progress, register_only=self.register_only
+        )
+        for reason, count in report.refused.items():
+            logger.warning("%d chunks were not precomputed: %s", count, reason)
         engine.register(known)
         return nodes
 
@@ -118,21 +122,18 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def _document(self, source: SourceDocument, read: Callable[[BaseNode], str]) -> Document:
-        texts = _texts(source, read)
+        texts = [(node, text) for node in source.nodes if _is_encodable(text := read(node), node)]
         return Document(
             source.document_id,
-            tuple(texts.values()),
+            tuple(text for _, text in texts),
             SEPARATOR,
             self.collection,
-            tuple(read_boundary(node.metadata) for node in source.nodes if node.node_id in texts),
+            tuple(read_boundary(node.metadata) for node, _ in texts),
         )
 
-    def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
-        report = engine.precompute(
-            items, progress=self.show_progress, register_only=self.register_only
-        )
-        for reason, count in report.refused.items():
-            logger.warning("%d chunks were not precomputed: %s", count, reason)
+
+class _Given(CheckedOptions):
+    nodes: Sequence[InstanceOf[BaseNode]]
 
 
 def _items(source: SourceDocument, document: Document) -> list[Document | Chunk]:
@@ -140,23 +141,12 @@ def _items(source: SourceDocument, document: Document) -> list[Document | Chunk]
     return [document] if source.whole else list(document.to_chunks())
 
 
-def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> dict[str, str]:
-    """Return the texts of nodes, by id, in order, without what no engine can read."""
-    texts = {}
-    for node in source.nodes:
-        text = read(node)
-        if not text:
-            logger.warning("node %s holds no text: it was not precomputed", node.node_id)
-        elif not _encodable(text):
-            logger.warning("node %s holds an unpaired surrogate: skipped", node.node_id)
-        else:
-            texts[node.node_id] = text
-    return texts
-
-
-def _encodable(text: str) -> bool:
+def _is_encodable(text: str, node: BaseNode) -> bool:
+    """Whether a tokenizer can read a node's text; warn of one that is empty or half a character."""
     try:
-        text.encode("utf-8")
+        if text.encode("utf-8"):
+            return True
+        logger.warning("node %s holds no text: it was not precomputed", node.node_id)
     except UnicodeEncodeError:
-        return False
-    return True
+        logger.warning("node %s holds an unpaired surrogate: skipped", node.node_id)
+    return False

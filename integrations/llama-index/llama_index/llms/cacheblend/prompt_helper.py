@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.bridge.pydantic import BaseModel, PrivateAttr
-from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
-from llama_index.core.indices.prompt_helper import (
-    DEFAULT_CHUNK_OVERLAP_RATIO,
-    DEFAULT_PADDING,
-    PromptHelper,
-)
+from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.utilities.token_counting import TokenCounter
 
-from cacheblend_rag import ChunkRegistry, ConfigError
+from cacheblend_rag import ChunkRegistry
 from llama_index.llms.cacheblend.documents import SEPARATOR
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.settings import checked_llm
 from llama_index.llms.cacheblend.structured import schema_text
 
 if TYPE_CHECKING:
@@ -36,8 +32,9 @@ class CacheBlendPromptHelper(PromptHelper):
     as ordinary text.
 
     Args:
-        registry: the chunks at whose boundaries texts are cut; the other arguments are those of
-            PromptHelper.
+        registry: the chunks at whose boundaries texts are cut.
+        tokenizer: counts tokens, as in PromptHelper.
+        fields: PromptHelper's others.
 
     Example:
         ```python
@@ -51,17 +48,11 @@ class CacheBlendPromptHelper(PromptHelper):
     def __init__(
         self,
         *,
-        context_window: int = DEFAULT_CONTEXT_WINDOW,
-        num_output: int = DEFAULT_NUM_OUTPUTS,
-        chunk_overlap_ratio: float = DEFAULT_CHUNK_OVERLAP_RATIO,
-        chunk_size_limit: int | None = None,
-        tokenizer: Callable[[str], list[Any]] | None = None,
-        separator: str = " ",
         registry: ChunkRegistry | None = None,
+        tokenizer: Callable[[str], list[Any]] | None = None,
+        **fields: Any,
     ) -> None:
-        super().__init__(
-            context_window, num_output, chunk_overlap_ratio, chunk_size_limit, tokenizer, separator
-        )
+        super().__init__(tokenizer=tokenizer, **fields)
         self._token_counter = _Counter(tokenizer)
         self._registry = ChunkRegistry() if registry is None else registry
 
@@ -78,9 +69,7 @@ class CacheBlendPromptHelper(PromptHelper):
         Raises:
             ConfigError: when ``llm`` is no CacheBlendLLM.
         """
-        if not isinstance(llm, CacheBlendLLM):
-            raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
-        engine, metadata = llm.open(), llm.metadata
+        engine, metadata = checked_llm(llm).open(), llm.metadata
         schema = 0 if output_cls is None else len(engine.tokenize(schema_text(output_cls)))
         return cls(
             context_window=metadata.context_window,
@@ -101,30 +90,15 @@ class CacheBlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """Fill as few prompts as whole chunks allow.
-
-        Args:
-            prompt: the template that the texts go into.
-            text_chunks: texts, which may hold chunks.
-            padding: tokens to leave free in each prompt.
-            llm: the model that is asked; its system prompt takes room.
-            tools: what the model may call; their descriptions take room.
-
-        Returns:
-            A text a prompt.
-
-        Raises:
-            ValueError: where nothing fits.
-        """
+        """Fill as few prompts as whole chunks allow."""
         splitter = self.get_text_splitter_given_prompt(prompt, 1, padding, llm=llm, tools=tools)
         room, gap = splitter.chunk_size, self._tokens(SEPARATOR)
         packs: list[list[str]] = []
         left = 0
         for text in text_chunks:
             for piece in self._pieces(text.strip(), room):
-                tokens = self._tokens(piece)
-                parts = [piece] if tokens <= room else splitter.split_text(piece)
-                for part in parts:
+                is_long = self._tokens(piece) > room
+                for part in splitter.split_text(piece) if is_long else [piece]:
                     tokens = self._tokens(part)
                     if packs and tokens + gap <= left:
                         packs[-1].append(part)
@@ -142,18 +116,7 @@ class CacheBlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """Keep of each text as many whole chunks as fit into its share of the prompt.
-
-        Args:
-            prompt: as for repack.
-            text_chunks: as for repack.
-            padding: as for repack.
-            llm: as for repack.
-            tools: as for repack.
-
-        Returns:
-            What is kept of each text.
-        """
+        """Keep of each text as many whole chunks as fit into its share of the prompt."""
         if not text_chunks:
             return []
         splitter = self.get_text_splitter_given_prompt(
@@ -166,15 +129,9 @@ class CacheBlendPromptHelper(PromptHelper):
 
     def _pieces(self, text: str, room: int) -> list[str]:
         """Cut a text that does not fit at the known chunks in it; keep one that fits."""
-        if not text:
-            return []
-        if self._tokens(text) <= room:
-            return [text]
-        cuts = [0]
-        for match in self._registry.find(text):
-            cuts += [match.start, match.end]
-        cuts.append(len(text))
-        pieces = [text[start:end].strip() for start, end in pairwise(cuts)]
+        matches = self._registry.find(text) if self._tokens(text) > room else []
+        cuts = [at for match in matches for at in (match.start, match.end)]
+        pieces = (text[start:end].strip() for start, end in pairwise([0, *cuts, len(text)]))
         return [piece for piece in pieces if piece]
 
     def _whole_head(self, text: str, room: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.prompts import BasePromptTemplate
@@ -12,9 +12,10 @@ from llama_index.core.prompts.default_prompt_selectors import (
 )
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from pydantic import InstanceOf
 
-from cacheblend_rag import ConfigError
-from llama_index.llms.cacheblend.indexing import PassageOptions, Passages, Source, check_choice
+from cacheblend_rag import CheckedOptions, ConfigError
+from llama_index.llms.cacheblend.indexing import Passages, Source
 from llama_index.llms.cacheblend.instruction import CONTEXT_VARIABLES
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
@@ -33,7 +34,7 @@ def cacheblend_query_engine(
     output_cls: type[BaseModel] | None = None,
     streaming: bool = False,
     use_async: bool = False,
-    **options: Unpack[PassageOptions],
+    **options: Any,
 ) -> RetrieverQueryEngine:
     """Return a query engine over ``source`` whose retrieved chunks are reused, not read again.
 
@@ -62,10 +63,13 @@ def cacheblend_query_engine(
         ConfigError: before a model is loaded, for an argument of another kind.
     """
     passages = Passages.of(source, llm, options)
-    check_choice("response_mode", response_mode, [mode.value for mode in ResponseMode])
-    _check_template("text_qa_template", text_qa_template)
-    _check_template("summary_template", summary_template)
-    _check_output_cls(output_cls, response_mode, streaming=streaming)
+    given = _Given(
+        text_qa_template=text_qa_template,
+        summary_template=summary_template,
+        response_mode=response_mode,
+        output_cls=output_cls,
+    )
+    given.check(streaming=streaming)
     summarizes = response_mode == ResponseMode.TREE_SUMMARIZE
     own = summary_template if summarizes else text_qa_template
     default = DEFAULT_TREE_SUMMARIZE_PROMPT_SEL if summarizes else DEFAULT_TEXT_QA_PROMPT_SEL
@@ -87,22 +91,22 @@ def cacheblend_query_engine(
     )
 
 
-def _check_template(name: str, given: Any) -> None:
-    if given is None:
-        return
-    if not isinstance(given, BasePromptTemplate):
-        raise ConfigError(f"{name} is a {type(given).__name__}: give a PromptTemplate(...)")
-    if not set(CONTEXT_VARIABLES) & set(given.template_vars):
-        raise ConfigError(f"{name} must take 'context_str', not only {given.template_vars}")
+class _Given(CheckedOptions):
+    """Arguments of cacheblend_query_engine, checked."""
 
+    text_qa_template: InstanceOf[BasePromptTemplate] | None
+    summary_template: InstanceOf[BasePromptTemplate] | None
+    response_mode: ResponseMode
+    output_cls: type[BaseModel] | None
 
-def _check_output_cls(given: Any, mode: ResponseMode, *, streaming: bool) -> None:
-    if given is None:
-        return
-    if not isinstance(given, type) or not issubclass(given, BaseModel):
-        raise ConfigError(f"output_cls={given!r:.80} must be a pydantic class")
-    if mode not in OBJECT_MODES:
-        modes = ", ".join(one.value for one in OBJECT_MODES)
-        raise ConfigError(f"output_cls needs a response_mode of {modes}, not {mode!s:.40}")
-    if streaming:
-        raise ConfigError("output_cls: an object is not streamed: leave out streaming")
+    def check(self, *, streaming: bool) -> None:
+        """Raise ConfigError for arguments that do not go together."""
+        for name in ("text_qa_template", "summary_template"):
+            taken = () if getattr(self, name) is None else getattr(self, name).template_vars
+            if taken and not set(CONTEXT_VARIABLES) & set(taken):
+                raise ConfigError(f"{name} must take 'context_str', not only {taken}")
+        if self.output_cls is not None and self.response_mode not in OBJECT_MODES:
+            modes = ", ".join(one.value for one in OBJECT_MODES)
+            raise ConfigError(f"output_cls needs a response_mode of {modes}")
+        if self.output_cls is not None and streaming:
+            raise ConfigError("output_cls: an object is not streamed: leave out streaming")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 from llama_index.core.tools import RetrieverTool, ToolMetadata, ToolOutput
 
-from llama_index.llms.cacheblend.indexing import PassageOptions, Passages, Source
+from llama_index.llms.cacheblend.indexing import Passages, Source
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 NAME = "search"
@@ -19,7 +19,7 @@ def cacheblend_retriever_tool(
     *,
     name: str = NAME,
     description: str = DESCRIPTION,
-    **options: Unpack[PassageOptions],
+    **options: Any,
 ) -> RetrieverTool:
     """Return a tool whose results hold passages word for word, so that an agent reuses their KV.
 
@@ -28,9 +28,7 @@ def cacheblend_retriever_tool(
         llm: the agent's; by default ``Settings.llm``.
         name: by which the model calls the tool.
         description: what the model is told of it: say what the passages are about.
-        **options: arguments of cacheblend_query_engine: ``transformations``, ``embed_model``,
-            ``vector_store``, ``similarity_top_k`` (how many passages a call returns),
-            ``node_postprocessors``, ``order``, ``collection``, ``show_progress``.
+        **options: those of cacheblend_query_engine.
 
     Raises:
         ConfigError: before a model is loaded, for an argument of another kind.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
 from llama_index.core.prompts import BasePromptTemplate
@@ -13,7 +13,6 @@ from llama_index.core.schema import BaseComponent
 from cacheblend_rag import (
     CheckedOptions,
     ConfigError,
-    Engine,
     EngineComponent,
     EngineSource,
     ModelLoadError,
@@ -22,11 +21,6 @@ from cacheblend_rag import (
     load_tokenizer,
 )
 from llama_index.llms.cacheblend.instruction import text_before_context
-
-
-def is_url(engine: object) -> TypeGuard[str]:
-    """Whether ``engine`` names a server."""
-    return isinstance(engine, str) and engine.startswith(("http://", "https://"))
 
 
 class CheckedComponent(CheckedOptions, BaseComponent):
@@ -78,15 +72,15 @@ class EngineSettings(CheckedComponent, EngineComponent):
 
     def __init__(self, **options: Any) -> None:
         named = self._read(options)
-        given = named.get("engine", "auto")
-        source = EngineSource.of(given, example="llm.open()")
-        if isinstance(given, str):
-            _check_model(named.get("model"), given)
-        else:
+        given, model = named.get("engine", "auto"), named.get("model")
+        source = EngineSource.of(given, model, example="llm.open()")
+        if isinstance(model, Path):
+            named["model"] = str(model)
+        if source.was_given:
             source.check_settled(named, {n: f.default for n, f in type(self).model_fields.items()})
             named["model"], named["engine"] = given.model_name, given.address
             named["blend_config"] = named.get("blend_config") or given.config
-        super().__init__(**_plain(named))
+        super().__init__(**named)
         self._source = source
         source.keep_for(self)
 
@@ -98,18 +92,6 @@ class EngineSettings(CheckedComponent, EngineComponent):
     def __repr_args__(self) -> Any:
         """Show what is serialized: no secret, no engine."""
         return self.model_dump().items()
-
-    def open(self) -> Engine:
-        """Return the engine, opened on first use.
-
-        Raises:
-            CacheBlendError: when it cannot be opened, in one line.
-        """
-        return self._source.open(self._engine_config)
-
-    async def aopen(self) -> Engine:
-        """Return the engine as ``open`` does; loading happens off the event loop."""
-        return await self._source.aopen(self._engine_config)
 
     def settings(self) -> dict[str, Any]:
         """Return what another component needs to share this one's engine."""
@@ -145,23 +127,6 @@ def checked_llm(llm: Any) -> Any:
     if not isinstance(llm, EngineSettings):
         raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
     return llm
-
-
-def _check_model(model: Any, engine: str) -> None:
-    if model in (None, "") and not is_url(engine):
-        raise ConfigError(f"model={model}: name a model, or give engine= an open engine or a URL")
-    if not isinstance(model, str | Path | None):
-        raise ConfigError(
-            f"model is a {type(model).__name__}: give a name or a folder, or engine= an "
-            "open engine around a loaded model, open_engine(model=..., tokenizer=...)"
-        )
-
-
-def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as fields hold them."""
-    plain = {name: value for name, value in named.items() if name != "blend_config" or value}
-    model = plain.get("model")
-    return {**plain, "model": str(model) if isinstance(model, Path) else model}
 
 
 def _tokenizer(model: str | None) -> Any:

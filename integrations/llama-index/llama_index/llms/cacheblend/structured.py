@@ -21,7 +21,7 @@ from llama_index.core.instrumentation.events.llm import (
 )
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program.utils import process_streaming_objects
-from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.types import Model, PydanticProgramMode
 
 from cacheblend_rag import ConfigError
@@ -30,12 +30,13 @@ _dispatcher = get_dispatcher(__name__)
 NOT_FOR_FORMS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
 """Arguments for programs that call functions; LlamaIndex's programs ignore them, too."""
 Response = ChatResponse | CompletionResponse
+Arguments = dict[str, Any]
 
 
 def schema_text(output_cls: type[BaseModel]) -> str:
     """Return what the end of a prompt says of the object that is wanted."""
     schema = json.dumps(output_cls.model_json_schema(), ensure_ascii=False)
-    return f"\n\nAnswer with one JSON object that follows this JSON schema:\n{schema}"
+    return f"Answer with one JSON object that follows this JSON schema:\n{schema}"
 
 
 class StructuredPredictor(FunctionCallingLLM):
@@ -50,7 +51,7 @@ class StructuredPredictor(FunctionCallingLLM):
         self,
         output_cls: type[Model],
         prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
+        llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> Model:
         """Return an object of a class.
@@ -65,124 +66,101 @@ class StructuredPredictor(FunctionCallingLLM):
             ConfigError: when ``max_tokens`` end the answer before its JSON is whole.
             ValidationError: when the class refuses the values, by a validator of its own, say.
         """
-        if not self._constrains():
+        if not self._constrains:
             made = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return cast("Model", made)
         _announce(output_cls, prompt, prompt_args)
-        wanted = _wanted(output_cls, llm_kwargs)
-        response: Response
-        if self.metadata.is_chat_model:
-            response = self.chat(self._messages(output_cls, prompt, prompt_args), **wanted)
-        else:
-            text = self._text(output_cls, prompt, prompt_args)
-            response = self.complete(text, formatted=True, **wanted)
-        return _announced(_read(response, output_cls))
+        chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
+        return _announced(_read(self.chat(**asked) if chat else self.complete(**asked), output_cls))
 
     @_dispatcher.span
     async def astructured_predict(
         self,
         output_cls: type[Model],
         prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
+        llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> Model:
-        if not self._constrains():
+        if not self._constrains:
             made = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return cast("Model", made)
         _announce(output_cls, prompt, prompt_args)
-        wanted = _wanted(output_cls, llm_kwargs)
-        response: Response
-        if self.metadata.is_chat_model:
-            response = await self.achat(self._messages(output_cls, prompt, prompt_args), **wanted)
-        else:
-            text = self._text(output_cls, prompt, prompt_args)
-            response = await self.acomplete(text, formatted=True, **wanted)
+        chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
+        response = await (self.achat(**asked) if chat else self.acomplete(**asked))
         return _announced(_read(response, output_cls))
 
     def _structured_stream_call(
         self,
         output_cls: type[Model],
         prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
+        llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         """Yield what is known of the object, the whole one last."""
-        if not self._constrains():
+        if not self._constrains:
             return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
-        wanted = _wanted(output_cls, llm_kwargs)
-        steps: Iterator[Response]
-        if self.metadata.is_chat_model:
-            steps = self.stream_chat(self._messages(output_cls, prompt, prompt_args), **wanted)
-        else:
-            text = self._text(output_cls, prompt, prompt_args)
-            steps = self.stream_complete(text, formatted=True, **wanted)
-        return _objects(steps, output_cls)
+        chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
+        return _objects(
+            self.stream_chat(**asked) if chat else self.stream_complete(**asked), output_cls
+        )
 
     async def _structured_astream_call(
         self,
         output_cls: type[Model],
         prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
+        llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        if not self._constrains():
+        if not self._constrains:
             return await super()._structured_astream_call(
                 output_cls, prompt, llm_kwargs, **prompt_args
             )
-        wanted = _wanted(output_cls, llm_kwargs)
-        steps: AsyncIterator[Response]
-        if self.metadata.is_chat_model:
-            messages = self._messages(output_cls, prompt, prompt_args)
-            steps = await self.astream_chat(messages, **wanted)
-        else:
-            text = self._text(output_cls, prompt, prompt_args)
-            steps = await self.astream_complete(text, formatted=True, **wanted)
+        chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
+        steps = await (self.astream_chat(**asked) if chat else self.astream_complete(**asked))
         return _aobjects(steps, output_cls)
 
+    @property
     def _constrains(self) -> bool:
         return self.pydantic_program_mode is PydanticProgramMode.DEFAULT
 
-    def _messages(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: dict[str, Any]
-    ) -> list[ChatMessage]:
-        """Return the template's messages, the last one with the schema at its end."""
+    def _asked_object(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: Arguments | None,
+        values: Arguments,
+    ) -> tuple[bool, Arguments]:
+        """Return whether the object is asked for by chat, and the arguments of the call."""
+        given = {n: value for n, value in (llm_kwargs or {}).items() if n not in NOT_FOR_FORMS}
+        # A dict of plain values: observers serialize the arguments of a call.
+        given["structured_outputs"] = {"json": output_cls.model_json_schema()}
+        told = schema_text(output_cls)
+        if not self.metadata.is_chat_model:
+            text = f"{self._get_prompt(prompt, **values)}\n\n{told}\n\n"
+            return False, {"prompt": text, "formatted": True, **given}
         messages = self._get_messages(prompt, **values)
-        told = TextBlock(text=schema_text(output_cls).lstrip("\n"))
         if not messages or messages[-1].role is not MessageRole.USER:
-            return [*messages, ChatMessage(role=MessageRole.USER, blocks=[told])]
-        last = messages[-1]
-        changed = last.model_copy(update={"blocks": [*last.blocks, TextBlock(text=""), told]})
-        return [*messages[:-1], changed]
-
-    def _text(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: dict[str, Any]
-    ) -> str:
-        return f"{self._get_prompt(prompt, **values)}{schema_text(output_cls)}\n\n"
-
-
-def _wanted(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    given = {n: value for n, value in (llm_kwargs or {}).items() if n not in NOT_FOR_FORMS}
-    # A dict of plain values: observers serialize the arguments of a call.
-    return {**given, "structured_outputs": {"json": output_cls.model_json_schema()}}
+            messages = [*messages, ChatMessage(role=MessageRole.USER, blocks=[])]
+        *before, last = messages
+        blocks = [
+            *last.blocks,
+            *([TextBlock(text="")] if last.blocks else []),
+            TextBlock(text=told),
+        ]
+        return True, {"messages": [*before, last.model_copy(update={"blocks": blocks})], **given}
 
 
 def _read(response: Response, output_cls: type[Model]) -> Model:
-    text = _text_of(response)
+    text = response.text if isinstance(response, CompletionResponse) else response.message.content
     try:
-        return output_cls.model_validate_json(text)
+        return output_cls.model_validate_json(text or "")
     except ValidationError:
         if (response.raw or {}).get("finish_reason") != "length":
             raise
     raise ConfigError(
-        f"max_tokens ended the JSON of {output_cls.__name__} after {len(text)} characters: give "
-        "a higher max_tokens"
+        f"max_tokens ended the JSON of {output_cls.__name__} after {len(text or '')} characters: "
+        "give a higher max_tokens"
     )
-
-
-def _text_of(response: Response) -> str:
-    if isinstance(response, CompletionResponse):
-        return response.text
-    return response.message.content or ""
 
 
 def _objects(steps: Iterator[Response], output_cls: type[Model]) -> Generator[Any, None, None]:
@@ -208,7 +186,7 @@ def _partial(step: Response, output_cls: type[Model], so_far: Any) -> Any:
     return process_streaming_objects(step, output_cls, cur_objects=known)
 
 
-def _announce(output_cls: type[Any], prompt: Any, values: dict[str, Any]) -> None:
+def _announce(output_cls: type[Any], prompt: Any, values: Arguments) -> None:
     _dispatcher.event(
         LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=values)
     )

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
-import fsspec
 from llama_index.core.bridge.pydantic import Field, SerializeAsAny
-from llama_index.core.schema import BaseNode
-from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
-    MetadataFilters,
-    VectorStoreQuery,
-    VectorStoreQueryResult,
-)
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from pydantic import InstanceOf
 
-from cacheblend_rag import ConfigError
+from cacheblend_rag import CheckedOptions
 from llama_index.llms.cacheblend.documents import document_id
 from llama_index.llms.cacheblend.settings import EngineSettings
 
 
-class CacheBlendVectorStore(BasePydanticVectorStore):
+def _of_wrapped(name: str) -> Any:
+    """Return a method that calls the wrapped store's method of this name."""
+
+    def call(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.vector_store, name)(*args, **kwargs)
+
+    return call
+
+
+class CacheBlendVectorStore(CheckedOptions, BasePydanticVectorStore):
     """Wraps any vector store: what is deleted from it is evicted from the engine.
 
     An index updates and deletes documents through its vector store (``delete_ref_doc``,
@@ -39,8 +41,8 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         ConfigError: when one of them is of another kind.
     """
 
-    vector_store: SerializeAsAny[BasePydanticVectorStore]
-    blend: SerializeAsAny[EngineSettings] = Field(exclude=True)
+    vector_store: SerializeAsAny[InstanceOf[BasePydanticVectorStore]]
+    blend: SerializeAsAny[InstanceOf[EngineSettings]] = Field(exclude=True)
     collection: str | None = None
 
     def __init__(
@@ -49,15 +51,9 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         blend: EngineSettings,
         collection: str | None = None,
     ) -> None:
-        if not isinstance(vector_store, BasePydanticVectorStore):
-            raise ConfigError(
-                f"vector_store is a {type(vector_store).__name__}: give LlamaIndex's vector store"
-            )
-        if not isinstance(blend, EngineSettings):
-            raise ConfigError(f"blend is a {type(blend).__name__}: give a CacheBlendLLM")
         super().__init__(
-            stores_text=vector_store.stores_text,
-            is_embedding_query=vector_store.is_embedding_query,
+            stores_text=getattr(vector_store, "stores_text", False),
+            is_embedding_query=getattr(vector_store, "is_embedding_query", True),
             vector_store=vector_store,
             blend=blend,
             collection=collection,
@@ -92,47 +88,16 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
 
-    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        return self.vector_store.add(nodes, **kwargs)
-
-    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        return await self.vector_store.async_add(nodes, **kwargs)
-
-    def get_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        return self.vector_store.get_nodes(node_ids, filters)
-
-    async def aget_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
-    ) -> list[BaseNode]:
-        return await self.vector_store.aget_nodes(node_ids, filters)
-
-    def delete_nodes(
-        self,
-        node_ids: list[str] | None = None,
-        filters: MetadataFilters | None = None,
-        **delete_kwargs: Any,
-    ) -> None:
-        self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
-
-    async def adelete_nodes(
-        self,
-        node_ids: list[str] | None = None,
-        filters: MetadataFilters | None = None,
-        **delete_kwargs: Any,
-    ) -> None:
-        await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
-
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return self.vector_store.query(query, **kwargs)
-
-    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return await self.vector_store.aquery(query, **kwargs)
-
-    def persist(self, persist_path: str, fs: fsspec.AbstractFileSystem | None = None) -> None:
-        """Write the vectors to a file; the engine decides where KV is kept."""
-        self.vector_store.persist(persist_path, fs)
+    # All else is the wrapped store's.
+    add: ClassVar[Any] = _of_wrapped("add")
+    async_add: ClassVar[Any] = _of_wrapped("async_add")
+    get_nodes: ClassVar[Any] = _of_wrapped("get_nodes")
+    aget_nodes: ClassVar[Any] = _of_wrapped("aget_nodes")
+    delete_nodes: ClassVar[Any] = _of_wrapped("delete_nodes")
+    adelete_nodes: ClassVar[Any] = _of_wrapped("adelete_nodes")
+    query: ClassVar[Any] = _of_wrapped("query")
+    aquery: ClassVar[Any] = _of_wrapped("aquery")
+    persist: ClassVar[Any] = _of_wrapped("persist")
 
     def _documents(self) -> set[str]:
         with suppress(NotImplementedError):

@@ -17,7 +17,7 @@ from llama_index.llms.cacheblend.documents import (
     shows_window,
     start_index,
 )
-from llama_index.llms.cacheblend.hints import HintedNode, expect
+from llama_index.llms.cacheblend.hints import Hint, expect
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
 
@@ -51,11 +51,14 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         engine = self.llm.open()
-        ordered = _ordered(nodes, self.order, engine)
-        hinted = [_hinted(node.node, engine) for node in ordered if shown_text(node.node)]
-        expect(hinted)
-        chunks = [chunk for node in hinted for chunk in node.chunks]
-        engine.prefetch([chunk for chunk in chunks if chunk.text in engine.registry])
+        ordered = self.order.arrange(
+            sorted(nodes, key=lambda node: -(node.score or 0.0)),
+            document_of=lambda node: document_id(node.node),
+            positions_of=lambda found: _positions([node.node for node in found], engine),
+        )
+        hints = [hint for node in ordered for hint in _hints(node.node, engine)]
+        expect(hints)
+        engine.prefetch([hint[0] for hint in hints if hint[0].text in engine.registry])
         return ordered
 
     async def _apostprocess_nodes(
@@ -64,16 +67,6 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         """Run in the query's own task, not in a thread: its hints are this task's."""
         await self.llm.aopen()
         return self._postprocess_nodes(nodes, query_bundle)
-
-
-def _ordered(
-    nodes: Sequence[NodeWithScore], order: PassageOrder, engine: Engine
-) -> list[NodeWithScore]:
-    return order.arrange(
-        sorted(nodes, key=lambda node: -(node.score or 0.0)),
-        document_of=lambda node: document_id(node.node),
-        positions_of=lambda found: _positions([node.node for node in found], engine),
-    )
 
 
 def _positions(nodes: Sequence[BaseNode], engine: Engine) -> Sequence[int]:
@@ -93,14 +86,13 @@ def _positions(nodes: Sequence[BaseNode], engine: Engine) -> Sequence[int]:
     return range(len(nodes))
 
 
-def _hinted(node: BaseNode, engine: Engine) -> HintedNode:
-    name = document_id(node)
-    shown, bare = (_known(text, name, engine) for text in (shown_text(node), bare_text(node)))
-    known = any(chunk.text in engine.registry for chunk in (shown, bare))
-    if known or not shows_window(node):
-        return HintedNode(shown, bare)
-    found = [match.chunk for match in engine.registry.find(shown.text, [name])]
-    return HintedNode(shown, bare, tuple(chunk for chunk in found if chunk.document_id == name))
+def _hints(node: BaseNode, engine: Engine) -> list[Hint]:
+    """Return what to expect of a node: itself, or the known chunks in a window that it shows."""
+    name, texts = document_id(node), (shown_text(node), bare_text(node))
+    if shows_window(node) and not any(text in engine.registry for text in texts):
+        parts = (match.chunk for match in engine.registry.find(texts[0], [name]))
+        return [(part,) for part in parts if part.document_id == name]
+    return [tuple(_known(text, name, engine) for text in texts)] if texts[0] else []
 
 
 def _known(text: str, name: str, engine: Engine) -> Chunk:

@@ -70,15 +70,18 @@ class EngineSource:
         self._kept = _Kept()
 
     @classmethod
-    def of(cls, engine: object, *, example: str) -> Self:
-        """Return the source for the value of an option ``engine=``; nothing is opened.
+    def of(cls, engine: object, model: object, *, example: str) -> Self:
+        """Return the source for the values of options ``engine=`` and ``model=``.
+
+        Nothing is opened.
 
         Args:
             engine: an open engine, the name of a kind of engine, or a server's URL.
+            model: a name, a folder or a loaded model; a server needs none.
             example: an expression for an open engine, for the error.
 
         Raises:
-            ConfigError: when it is none of these.
+            ConfigError: when one is none of these.
         """
         if isinstance(engine, Engine):
             return cls(engine)
@@ -88,6 +91,13 @@ class EngineSource:
                 f"or {', '.join(ENGINES)} or a server's URL"
             )
         check_engine_name(engine)
+        if model in (None, "") and "://" not in engine:
+            raise ConfigError(f"model={model!r}: name a model, or give engine= an engine or a URL")
+        if not isinstance(model, str | Path | None) and not hasattr(model, "name_or_path"):
+            raise ConfigError(
+                f"model is a {type(model).__name__}: give a name, a folder or a loaded model, or "
+                f"engine= an open engine, such as {example}"
+            )
         return cls()
 
     def keep_for(self, component: EngineComponent) -> None:
@@ -250,6 +260,18 @@ class EngineComponent(CheckedOptions):
     def is_open(self) -> bool:
         """Whether the engine is open already, so that nothing is left to load."""
         return self._source.engine is not None
+
+    def open(self) -> Engine:
+        """Return the engine, opened on first use.
+
+        Raises:
+            CacheBlendError: when it cannot be opened, in one line.
+        """
+        return self._source.open(self._engine_config)
+
+    async def aopen(self) -> Engine:
+        """Return the engine as ``open`` does; loading happens off the event loop."""
+        return await self._source.aopen(self._engine_config)
 
     @property
     def blending(self) -> BlendConfig:
