@@ -1,4 +1,4 @@
-"""Measures time to first token by ordinary prefill and by a blend, in any engine, in turn."""
+"""Measures time to first token on any engine, alternating full prefill and blend."""
 
 from __future__ import annotations
 

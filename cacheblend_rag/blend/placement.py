@@ -1,4 +1,4 @@
-"""Places one layer of all chunks of a prompt into its KV: unpacked, keys re-rotated.
+"""Copies one layer of every chunk into the prompt's KV buffer, unpacked, keys re-rotated.
 
 On NVIDIA GPUs with Triton one kernel does so (`kernels/placement.py`); ``has_kernel`` decides for
 both engines. Elsewhere ``place_parts`` does, one chunk after the other.

@@ -1,4 +1,4 @@
-"""The type of work done in steps, so that other requests can run in between."""
+"""``Steps``: a generator type for work that other requests may interrupt."""
 
 from __future__ import annotations
 

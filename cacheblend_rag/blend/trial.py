@@ -1,4 +1,4 @@
-"""Tests when a model is loaded whether its layers, run one at a time on chosen rows, match it.
+"""At load, tests whether layers, run one at a time on some rows, reproduce the model's outputs.
 
 No list of model names decides; each model is tested:
 

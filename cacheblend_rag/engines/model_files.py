@@ -82,7 +82,7 @@ def told_in_a_line(what: str, name: str | Path) -> Iterator[None]:
     try:
         yield
     except LOAD_ERRORS as error:
-        where = "" if is_local(name) else " from a hub, and no folder here is called so"
+        where = "" if is_local(name) else " from a hub, and there is no such folder: check the name"
         raise ModelLoadError(
             f"{what} {str(name)!r} could not be loaded{where}: {first_line(error)}"
         ) from error

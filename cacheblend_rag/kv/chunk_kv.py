@@ -1,4 +1,4 @@
-"""One chunk's keys and values, and the key under which they are stored."""
+"""The KV tensors of one chunk, and ``KVKey``, the name that they are stored under."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def _body_start(first: Tensor, nbytes: int) -> int:
     if start % _PREFIX_BYTES:
         raise DamagedChunkError("header is not padded to 8 bytes")
     if nbytes - start > MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
+        raise DamagedChunkError(f"tensors take {nbytes - start} bytes, more than {MAX_BODY_BYTES}")
     return start
 
 

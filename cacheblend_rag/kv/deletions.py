@@ -73,7 +73,7 @@ class Deletions:
             self._waiting.update(new)
             try:
                 if self._folder is None:
-                    raise FileNotFoundError("this store has no folder")
+                    raise FileNotFoundError("the store has no folder: give kv_path")
                 make_folder(self._folder)
                 self._check_folder(self._folder)
                 for tier in tiers:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests: one each, and one below it for each phase.
+"""OpenTelemetry spans: one for each request, with a child span for each phase.
 
 Names are those of the conventions for generative AI, which are still in development (``gen_ai.*``,
 as in ``SEMANTIC_CONVENTIONS``), and of OpenInference (``openinference.*``, ``llm.*``); what neither

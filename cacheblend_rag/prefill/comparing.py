@@ -1,4 +1,4 @@
-"""Compares a blended prompt with full prefill by what the model predicts along a given answer.
+"""Compares the model's predictions over a given answer after a blend and after full prefill.
 
 One pass over every version of the prompt, run in steps like those of requests, so that it can be
 done in idle time, on every engine.

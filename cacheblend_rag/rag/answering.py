@@ -127,7 +127,7 @@ def clean_question(text: str) -> str:
     """Return a question without blanks around it; raises PromptError when nothing is left."""
     cleaned = text.encode("utf-8", "replace").decode("utf-8").strip()
     if not cleaned:
-        raise PromptError("the question is empty")
+        raise PromptError("the question is empty: give a text")
     return cleaned
 
 

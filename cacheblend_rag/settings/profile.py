@@ -1,4 +1,4 @@
-"""Settings of the lead-in, the text before a chunk when its KV is computed; named profiles."""
+"""LeadInConfig, settings of the text that chunks are computed after, and named profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An SQLite index of a folder's chunks, shared by its processes: sizes, times, uses and pins.
+"""SQLite index of a disk tier's folder, shared by processes: sizes, times, uses, pins of chunks.
 
 Chunks are read by their file names; the index says which are evicted first, which have expired, and
 which are pinned. An index that is lost, damaged or of another version is rebuilt from the files,
