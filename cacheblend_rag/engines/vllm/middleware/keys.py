@@ -134,9 +134,7 @@ def read_tenants(path: Path, taken: Iterable[str] = ()) -> Mapping[str, Grant]:
         if known in own:
             raise ConfigError(f"{path}: {field} is the server's own key: make another")
         if known in granted:
-            raise ConfigError(
-                f"{path}: {field} occurs twice: make another key by `serve --new-key NAME`"
-            )
+            raise ConfigError(f"{path}: {field} occurs twice: make another key")
         granted[known] = grant
     return granted
 
