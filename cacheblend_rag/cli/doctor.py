@@ -11,6 +11,7 @@ import typer
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.cli.named_settings import SetOption, engine_options
 from cacheblend_rag.cli.one_request import opened_prompt, opened_question
+from cacheblend_rag.cli.verify import verified
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import environment
@@ -19,7 +20,9 @@ from cacheblend_rag.settings.options import check_server_url
 
 if TYPE_CHECKING:
     from cacheblend_rag.observe.doctor import Diagnosis
-    from cacheblend_rag.quality.verify import Verdict
+
+OF_A_MODEL = {"profile", "blend", "device", "dtype"}
+"""Settings of a request with which `verify` checks its model, too."""
 
 
 def doctor_command(
@@ -73,6 +76,7 @@ def doctor_command(
     if verify and url is not None:
         raise ConfigError("--verify checks a model on this machine: leave out --url")
     from cacheblend_rag.observe.doctor import diagnose
+    from cacheblend_rag.settings import EngineConfig
 
     with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
         opened = (
@@ -81,7 +85,10 @@ def doctor_command(
             else opened_prompt(prompt, given, progress)
         )
         with opened as asked:
-            verdict = _verdict(asked.model) if verify else None
+            verdict = None
+            if verify:
+                own = {name: given[name] for name in OF_A_MODEL & given.keys()}
+                verdict = verified(asked.model, progress, config=EngineConfig(**own))
             task = progress.begin("examining a request", 0)
             found = diagnose(
                 asked.engine,
@@ -97,12 +104,6 @@ def doctor_command(
         _print_diagnosis(found)
     if found.has_fault:
         raise typer.Exit(1)
-
-
-def _verdict(model: str) -> Verdict:
-    from cacheblend_rag.quality.verify import verify_model
-
-    return verify_model(model)
 
 
 def _print_diagnosis(found: Diagnosis) -> None:
