@@ -19,6 +19,7 @@ def _of_wrapped(name: str) -> Any:
     """Return a method that calls the wrapped store's method of this name."""
 
     def call(self: CacheBlendVectorStore, *args: Any, **kwargs: Any) -> Any:
+        """Return what the wrapped store's own method returns."""
         return getattr(self.vector_store, name)(*args, **kwargs)
 
     return call
