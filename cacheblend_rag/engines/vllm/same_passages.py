@@ -51,9 +51,9 @@ class SamePassages:
     def _computed(self, tokens: tuple[int, ...], salt: str | None) -> Generator[None, None, None]:
         """Have vLLM compute tokens, some more each time; it does each time last."""
         transport = self._engine.transport
-        cancel = Cancellation(is_over=lambda: not self._engine.is_open)
         for end in (*range(STEP_TOKENS, len(tokens), STEP_TOKENS), len(tokens)):
             request = VLLMRequest(tokens[:end], ONE_TOKEN, salt, IDLE)
+            cancel = Cancellation(is_over=lambda: not self._engine.is_open)
             work = until_over(_sent(transport, request), cancel)
             yield from transport.background.stream(work, cancel)
 

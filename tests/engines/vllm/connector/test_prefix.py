@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Generation
+from cacheblend_rag.engines.vllm import same_passages
 from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
@@ -303,7 +304,10 @@ def test_what_was_to_be_blended_and_is_computed_in_full_is_one_too(
     check_again(engine, 2)
 
 
-def test_passages_that_come_again_are_computed_while_vllm_is_idle(engine: InProcessEngine) -> None:
+def test_passages_that_come_again_are_computed_while_vllm_is_idle(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_passages, "STEP_TOKENS", 200)
     for question in (1, 2, 3):
         assert generate(engine, again(question)).report.recomputed_tokens > 0
         idle(engine)
