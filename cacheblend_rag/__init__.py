@@ -56,8 +56,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.tune import tune_model
     from cacheblend_rag.quality.verify import verify_model
     from cacheblend_rag.rag.conversation import Conversation, forget_conversation
-    from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
-    from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
+    from cacheblend_rag.rag.long_document import (
+        LongDocumentAnalysis,
+        LongDocumentReport,
+        PromptAnswer,
+        WindowAnswer,
+        analyze_long_document,
+    )
     from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import (
         BlendReport,
@@ -109,8 +114,8 @@ _PLACES = {
     "quality.tune": "tune_model",
     "quality.verify": "verify_model",
     "rag.conversation": "Conversation forget_conversation",
-    "rag.document_report": "LongDocumentReport PromptAnswer WindowAnswer",
-    "rag.long_document": "LongDocumentAnalysis analyze_long_document",
+    "rag.long_document": "LongDocumentAnalysis LongDocumentReport PromptAnswer WindowAnswer "
+    "analyze_long_document",
     "rag.ordering": "PassageOrder",
     "progress": "ProgressCallbacks",
     "report": "BlendReport ChunkReport FillReport GuardReport PrecomputeReport",

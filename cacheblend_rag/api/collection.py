@@ -77,7 +77,6 @@ class Retriever:
             [fitted.prepared],
             self.asker.stopping(sampling),
             n,
-            config=self.asker.config,
             sources=fitted.sources,
             closing=sources_text(fitted.sources) if cites else "",
         )

@@ -229,15 +229,9 @@ def lending(request: Request) -> EngineLending:
 
 def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
     """Cut a text into chunks of at most so many tokens, at paragraphs, lines, sentences, words."""
-    cut = cut_document(
-        text,
-        AnalysisPlan(chunk_tokens, overlap=0),
-        lambda piece: len(engine.tokenize(piece)),
-        lambda _: 0,
-        document_id="",
-        collection="",
-    )
-    return list(dict.fromkeys(one.chunk.text for one in cut.chunks))
+    plan = AnalysisPlan(chunk_tokens=chunk_tokens, overlap=0)
+    cut = cut_document(text, plan, lambda piece: len(engine.tokenize(piece)))
+    return list(dict.fromkeys(one.chunk.text for one in cut))
 
 
 def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Chunk, ...]:

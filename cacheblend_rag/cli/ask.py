@@ -10,28 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import asking, options, output
-from cacheblend_rag.errors import CacheBlendError, PromptError
-from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.rag.answering import Asker, clean_question, finished
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.collection_engine import Placement
-from cacheblend_rag.rag.document_windows import AnalysisPlan
+from cacheblend_rag.cli.named_settings import SetOption, engine_options, split
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.rag import DEFAULT_FOLDER
 from cacheblend_rag.rag.ordering import PassageOrder
-from cacheblend_rag.rag.prompt import FittedPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.rag.answering import Asker
     from cacheblend_rag.rag.conversation import Answered, Conversation
+    from cacheblend_rag.rag.prompt import FittedPrompt
 
-DEFAULT_KV_PATH = Path(".cacheblend-documents")
-OF_COLLECTIONS = ("folder", "top_k", "order", "compare")
-OF_DOCUMENTS = ("model", "window", "chunk_tokens", "overlap", "combine", "kv_path")
+INPUT_PROMPT = "> "
+COMMANDS = "/sources, /report, /reset, /exit"
 
 
 def ask_command(
@@ -57,88 +54,61 @@ def ask_command(
             help="In place of a collection: text, Markdown, HTML or PDF of any length.",
         ),
     ] = None,
-    model: options.ModelOption = DEFAULT_MODEL,
-    window: Annotated[
-        int, typer.Option(min=1, help="Most chunks in a prompt; fewer if the context is small.")
-    ] = AnalysisPlan.window,
-    chunk_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a chunk.")
-    ] = AnalysisPlan.chunk_tokens,
-    overlap: Annotated[
-        int, typer.Option(min=0, help="Most tokens that a chunk repeats of the one before it.")
-    ] = AnalysisPlan.overlap,
-    combine: Annotated[
-        Literal["map_reduce", "refine"],
-        typer.Option(
-            help="Join the windows' answers at the end, or have each window refine the last one."
-        ),
-    ] = AnalysisPlan.combine,
-    kv_path: Annotated[
-        Path, typer.Option(envvar=options.KV_PATH_VARIABLE, help="Folder of a document's chunk KV.")
-    ] = DEFAULT_KV_PATH,
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Go on with the chat, or a document's answers, saved in FILE."
         ),
     ] = None,
-    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: options.TemperatureOption = None,
-    top_p: options.TopPOption = None,
-    seed: options.SeedOption = None,
-    ratio: asking.RatioOption = None,
-    selector: asking.SelectorOption = None,
-    profile: options.ProfileOption = None,
     engine: options.EngineOption = None,
-    device: options.DeviceOption = None,
-    store: options.StoreOption = None,
+    settings: SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Answer from a collection or, window by window, from one document of any length.
 
     In a chat, each line is a question: /sources and /report show those of the last answer, /reset
     forgets all turns and evicts their KV, /exit or the end of input ends, and Ctrl-C stops an
-    answer.
+    answer. --set takes settings of sampling, too (max_tokens, temperature, top_p, seed, ...), and,
+    with --document, of its windows: chunk_tokens, overlap, window, combine.
     """
+    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.rag.answering import clean_question
+    from cacheblend_rag.rag.document_windows import AnalysisPlan
+
     text = None if question is None else clean_question(_one(question))
-    sampling = options.sampling_settings(
-        max_tokens, greedy=compare, temperature=temperature, top_p=top_p, seed=seed
-    )
+    sampling, settings = split(settings, SamplingParams)
     if document is not None:
-        options.refuse(context, OF_COLLECTIONS, "for a collection only, leave out --document")
+        options.refuse(
+            context,
+            ("folder", "top_k", "order", "compare"),
+            "for a collection only, leave out --document",
+        )
+        plan, settings = split(settings, AnalysisPlan)
         from cacheblend_rag.cli.ask_document import ask_document
 
         ask_document(
             document,
             text,
-            AnalysisPlan(chunk_tokens, overlap, window, combine),
+            plan,
             sampling,
-            store=options.store_settings(store, kv_path=options.store_folder(kv_path)),
-            model=model,
-            engine=engine,
-            device=device,
-            profile=profile,
-            ratio=ratio,
-            selector=selector,
+            engine_options(settings, engine=engine),
             resume=resume,
             as_json=as_json,
         )
         return
-    options.refuse(context, OF_DOCUMENTS, "for a document only, give --document FILE")
     if text is None:
         options.refuse(context, ("compare", "as_json"), "for one question only, give it")
     else:
         options.refuse(context, ("resume",), "goes on with a chat, leave the question out")
-    placement = Placement(
-        device, options.collection_store(store), fill_on_miss=text is None, profile=profile
-    )
-    # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
-    prefix = False if compare else None
-    blend = {"ratio": ratio, "selector": selector, "reuse_prefix": prefix}
-    with (
-        output.stdout_reserved(as_json),
-        asking.opened(folder, placement, engine, **blend) as asker,
-    ):
+    given = engine_options(settings, engine=engine)
+    if compare:
+        if other := sorted(sampling.given().keys() - {"max_tokens"}):
+            raise ConfigError(f"--compare compares greedy answers: leave out --set {other[0]}")
+        sampling = SamplingParams.greedy(sampling.max_tokens)
+        # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
+        given["blend"] = {**given.get("blend", {}), "reuse_prefix": False}
+    given.setdefault("fill_on_miss", text is None)  # useless where the process asks once and ends
+    with output.stdout_reserved(as_json), asking.opened(folder, given) as asker:
         if text is None:
             _chat(asker, sampling, top_k, order, resume)
             return
@@ -155,7 +125,11 @@ def ask_command(
     typer.echo("\nreport:")
     asking.print_report(answer.report)
     if full:
-        _print_comparison(answer, full)
+        blended, ordinary = _first_token(answer), _first_token(full)
+        typer.echo(
+            f"\nfirst token: blend {output.duration(blended)}, full prefill "
+            f"{output.duration(ordinary)}, {ordinary / blended:.1f}x sooner"
+        )
 
 
 def _one(words: list[str]) -> str:
@@ -176,44 +150,31 @@ def _answered(
     shown: bool,
 ) -> tuple[FittedPrompt, Generation, Generation | None]:
     """Return the prompt, its answer, and the one by full prefill to compare it with."""
+    from cacheblend_rag.rag.answering import finished
+
     sampling = asker.stopping(asked)
     sources = asker.retrieve(question, top_k, order)
     fitted = asker.fit((), question, sources, sampling.max_tokens)
-    left_out = len(sources) - len(fitted.sources)
-    if left_out:
+    if left_out := len(sources) - len(fitted.sources):
         output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
     if compare:  # untimed, both ways, so that no timing includes first-request costs
         first = sampling.with_changes(max_tokens=1)
-        finished(asker.stream(fitted, first))
+        finished(asker.engine.stream(fitted.prepared, first))
         asker.engine.generate_full(fitted.prepared, first)
-    deltas = asker.stream(fitted, sampling)
+    deltas = asker.engine.stream(fitted.prepared, sampling)
     if shown and compare:
         typer.echo("blend:")
     answer = finished(asking.written(deltas) if shown else deltas)
-    return (
-        fitted,
-        answer,
-        asker.engine.generate_full(fitted.prepared, sampling) if compare else None,
-    )
-
-
-def _print_comparison(answer: Generation, full: Generation) -> None:
-    blended, ordinary = _first_token(answer), _first_token(full)
-    typer.echo(
-        f"\nfirst token: blend {output.duration(blended)}, full prefill "
-        f"{output.duration(ordinary)}, {ordinary / blended:.1f}x sooner"
-    )
+    full = asker.engine.generate_full(fitted.prepared, sampling) if compare else None
+    return fitted, answer, full
 
 
 def _plain(
     question: str, fitted: FittedPrompt, answer: Generation, full: Generation | None
 ) -> dict[str, Any]:
     """Return plain JSON values."""
-    plain = {
-        "question": question,
-        **_plain_answer(answer),
-        "sources": [source.to_dict() for source in fitted.sources],
-    }
+    sources = [source.to_dict() for source in fitted.sources]
+    plain = {"question": question, **_plain_answer(answer), "sources": sources}
     if full:
         plain["full"] = _plain_answer(full)
         plain["speedup"] = _first_token(full) / _first_token(answer)
@@ -233,10 +194,6 @@ def _first_token(generation: Generation) -> float:
     return generation.report.seconds.time_to_first_token
 
 
-INPUT_PROMPT = "> "
-COMMANDS = "/sources, /report, /reset, /exit"
-
-
 @dataclass(frozen=True)
 class _Chat:
     """A conversation over a collection; saved_in: its file, if it has one."""
@@ -247,7 +204,34 @@ class _Chat:
     order: PassageOrder
     saved_in: Path | None
 
-    def save(self) -> None:
+    def take(self, line: str) -> None:
+        """Run a line: a command or a question."""
+        last = self.conversation.last
+        if not line.startswith("/"):
+            self._ask(line)
+        elif line == "/reset":
+            self.conversation.forget()
+            self._save()
+        elif line not in {"/sources", "/report"}:
+            output.warn(f"{line} is not a command: {COMMANDS}")
+        elif last is None:
+            output.warn("nothing was asked yet")
+        elif line == "/sources":
+            asking.print_sources(last.fitted.sources)
+        else:
+            asking.print_report(last.answer.report)
+
+    def _ask(self, question: str) -> None:
+        conversation = self.conversation
+        found = self.asker.retrieve(question, self.top_k, self.order, conversation.turns)
+        with _ctrl_c_sets_event() as cancel:
+            for _ in asking.written(conversation.stream(question, found, cancel=cancel)):
+                pass
+        if conversation.last:
+            _remark(conversation.last)
+        self._save()
+
+    def _save(self) -> None:
         if self.saved_in is not None:
             self.conversation.save(self.saved_in)
 
@@ -262,52 +246,19 @@ def _chat(
     """Answer questions, one per line, until the input ends; saved_in: goes on from this file."""
     from cacheblend_rag.rag.conversation import Conversation
 
-    settings: dict[str, Any] = {
-        "instruction": asker.instruction,
-        "sampling": sampling,
-        "config": asker.config,
-    }
+    settings: dict[str, Any] = {"instruction": asker.instruction, "sampling": sampling}
     if saved_in is not None and saved_in.exists():
         conversation = Conversation.load(saved_in, asker.engine, **settings)
     else:
         conversation = Conversation(asker.engine, **settings)
-    running = _Chat(asker, conversation, top_k, order, saved_in)
+    chat = _Chat(asker, conversation, top_k, order, saved_in)
     for line in _lines():
         if line == "/exit":
             return
         try:
-            _take(line, running)
+            chat.take(line)
         except CacheBlendError as error:
             output.warn(str(error))
-
-
-def _take(line: str, chat: _Chat) -> None:
-    """Run a line: a command or a question."""
-    last = chat.conversation.last
-    if not line.startswith("/"):
-        _ask(clean_question(line), chat)
-    elif line == "/reset":
-        chat.conversation.forget()
-        chat.save()
-    elif line not in {"/sources", "/report"}:
-        output.warn(f"{line} is not a command: {COMMANDS}")
-    elif last is None:
-        output.warn("nothing was asked yet")
-    elif line == "/sources":
-        asking.print_sources(last.fitted.sources)
-    else:
-        asking.print_report(last.answer.report)
-
-
-def _ask(question: str, chat: _Chat) -> None:
-    conversation = chat.conversation
-    found = chat.asker.retrieve(question, chat.top_k, chat.order, conversation.turns)
-    with _ctrl_c_sets_event() as cancel:
-        for _ in asking.written(conversation.stream(question, found, cancel=cancel)):
-            pass
-    if conversation.last:
-        _remark(conversation.last)
-    chat.save()
 
 
 def _remark(done: Answered) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import output
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.model_files import quiet_libraries
-from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder, Source
 from cacheblend_rag.reason import ReasonCode
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.report import BlendReport, ChunkReport
-    from cacheblend_rag.settings import EngineConfig, StoreConfig
+    from cacheblend_rag.settings import EngineConfig
 
 TOP_K = 4
 MAX_TOKENS = 256
@@ -34,51 +32,10 @@ FromOption = Annotated[
     Path, typer.Option("--from", metavar="FOLDER", help="A collection made by `index`.")
 ]
 TopKOption = Annotated[int, typer.Option(min=1, help="Passages to retrieve.")]
-RatioOption = Annotated[
-    float | None,
-    typer.Option(
-        "--ratio",
-        "--recompute-ratio",
-        min=0,
-        max=1,
-        callback=options.finite,
-        help="Share of passage tokens recomputed.",
-    ),
-]
-SelectorOption = Annotated[
-    str | None, typer.Option(help="The selector of these tokens: hkvd, prior, none, ...")
-]
-
-
 OrderOption = Annotated[
     PassageOrder,
     typer.Option(help="Best first, in document order (best document first), or best last."),
 ]
-
-
-def checked_config(
-    kind: str,
-    model: str,
-    *,
-    store: StoreConfig,
-    device: str | None,
-    profile: str | None,
-    **settings: Any,
-) -> EngineConfig:
-    """Return an engine's settings; what can be checked is checked before anything is loaded.
-
-    settings: others of EngineConfig.
-    """
-    from cacheblend_rag.settings import EngineConfig, Profile
-
-    checks.check_engine(kind)
-    if model:
-        checks.check_model(model)
-    checks.check_placement(device)
-    chosen = Profile.chosen(profile)
-    return EngineConfig(
-        engine=kind, model=model, store=store, device=device, profile=chosen, **settings
-    )
 
 
 def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
@@ -89,10 +46,10 @@ def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
         return open_engine(config)
 
 
-def opened(folder: Path, placement: Placement, engine: str | None, **blend: Any) -> Asker:
-    """Open a collection, and show progress of loading; blend: how, see Asker."""
+def opened(folder: Path, given: Mapping[str, Any]) -> Asker:
+    """Open a collection, and show progress of loading; given: settings by name, see Asker."""
     with output.progress_bar() as bar:
-        return Asker(folder, placement, engine, **blend, progress=bar)
+        return Asker(folder, given, progress=bar)
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:

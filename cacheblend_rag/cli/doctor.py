@@ -15,7 +15,7 @@ from cacheblend_rag.cli.verify import verified
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import environment
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag import DEFAULT_FOLDER
 from cacheblend_rag.settings.options import check_server_url
 
 if TYPE_CHECKING:

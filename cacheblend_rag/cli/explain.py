@@ -11,7 +11,7 @@ from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.cli.named_settings import SetOption, engine_options
 from cacheblend_rag.cli.one_request import opened_prompt, opened_question
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag import DEFAULT_FOLDER
 from cacheblend_rag.report import PREFILL_PHASES
 
 if TYPE_CHECKING:

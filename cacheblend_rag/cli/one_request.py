@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.cli import asking, options
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker, clean_question
-from cacheblend_rag.rag.collection import Collection
-from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import EMBEDDED
 
@@ -57,11 +55,7 @@ def opened_prompt(
         options.store_folder(Path(config.store.kv_path))
     if config.store.outlives:
         config = config.with_changes(store=config.store.with_changes(read_only=True))
-    checks.check_engine(config.engine)
-    checks.check_placement(config.device, config.dtype)
-    checks.check_blend(None, config.blend.selector)
-    if config.model:
-        checks.check_model(config.model)
+    checks.check_config(config)
     if "check_layers" in given.get("blend", {}) and config.engine == EMBEDDED:
         checks.check_check_layers(config.blend, config.model)
     with closing(asking.load_engine(config, progress)) as engine:
@@ -74,19 +68,8 @@ def opened_question(
     folder: Path, question: str, given: Mapping[str, Any], progress: ProgressCallbacks
 ) -> Iterator[Opened]:
     """Open a collection with the ``given`` settings, and retrieve passages for a question."""
-    from cacheblend_rag.settings import EngineConfig
-
     asked = clean_question(question)
-    own = {"model", "namespace", "dtype", "instruction", "kv_path"} & given.keys()
-    if own:
-        raise ConfigError(f"{min(own)}: a collection has its own, leave it out")
-    with Collection.open(folder) as collection:
-        model = collection.settings.model
-    config = EngineConfig.gather(**given)
-    checks.check_blend(None, config.blend.selector)
-    placement = Placement(config.device, config.store, profile=given.get("profile"))
-    with Asker(folder, placement, given.get("engine"), progress=progress) as asker:
-        asker.engine.config = asker.engine.config.with_changes(**given.get("blend", {}))
+    with Asker(folder, given, progress=progress) as asker:
         sources = asker.retrieve(asked, asking.TOP_K, PassageOrder.SCORE)
         fitted = asker.fit((), asked, sources, asking.MAX_TOKENS)
-        yield Opened(asker.engine, fitted.prepared, model, asked)
+        yield Opened(asker.engine, fitted.prepared, asker.model, asked)

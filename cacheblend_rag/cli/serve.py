@@ -25,7 +25,6 @@ from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import (
     AUTO,
@@ -157,12 +156,10 @@ def serve_command(
         allowed: Iterable[str] = OF_COLLECTIONS | names_of(StoreConfig) - {"kv_path"}
         _allow(found, allowed, "a collection has its own, which it was indexed with")
         _refuse_of_vllm(context, "--collection is served in this process")
-        device, profile = found.pop("device", None), found.pop("profile", None)
         _serve_collection(
             collection,
             address,
-            engine=None if engine == AUTO else engine,
-            placement=Placement(device, StoreConfig(**found), fill_on_miss=True, profile=profile),
+            {**found, "fill_on_miss": True} | ({} if engine == AUTO else {"engine": engine}),
             guard=guard,
             top_k=top_k,
             order=own.order,
@@ -290,19 +287,18 @@ def _serve_model(
 def _serve_collection(
     folder: Path,
     address: Address,
+    given: Mapping[str, Any],
     *,
-    engine: str | None,
-    placement: Placement,
     guard: float | None,
     top_k: int,
     order: PassageOrder,
     cites: bool,
 ) -> None:
-    """Serve a collection: chats are answered from its passages."""
+    """Serve a collection: chats are answered from its passages; given: as for Asker."""
     _check(address.host)
     serve.check_port(address.host, address.port)
     with output.progress_bar(lines=True) as bar:
-        asker = Asker(folder, placement, engine, progress=bar)
+        asker = Asker(folder, given, progress=bar)
     os.environ.update(address.environment)
     with asker:
         from cacheblend_rag.api.app import create_app

@@ -16,7 +16,7 @@ from cacheblend_rag.cli.options import KV_PATH_VARIABLE, JsonOption
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.progress import Task
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER, FILE_NAME, KV_NAME
+from cacheblend_rag.rag import DEFAULT_FOLDER, FILE_NAME, KV_NAME
 from cacheblend_rag.report import Evicted
 
 if TYPE_CHECKING:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from threading import Event
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection
-from cacheblend_rag.rag.collection_engine import Placement, open_known
-from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
-from cacheblend_rag.rag.prompt import FittedPrompt, PromptFitter, RagPrompt, Turn
+from cacheblend_rag.rag.ordering import PassageOrder, Source
+from cacheblend_rag.rag.prompt import PromptFitter, RagPrompt, Turn
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, FollowUps, VectorSearch
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
-    from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.sampling import SamplingParams
 
 REPEATED = 16
@@ -33,10 +29,8 @@ REPEATED = 16
 class Asker(AbstractContextManager["Asker"]):
     """Answers questions from a collection; ``fit`` makes prompts, as PromptFitter does.
 
-    placement: where the engine runs. engine: replaces the collection's own, such as the current URL
-    of its server. ratio, selector, reuse_prefix: override how answers are blended. progress: gets
-    progress.
-    Arguments are checked before models are loaded.
+    given: settings of its engine by their names, such as ``engine``, the current URL of its
+    server. progress: gets progress. Arguments are checked before models are loaded.
 
     Raises StoreError when the collection is missing or damaged, ConfigError when its models are not
     those it was indexed with, ModelLoadError, MissingExtraError.
@@ -45,43 +39,32 @@ class Asker(AbstractContextManager["Asker"]):
     def __init__(
         self,
         folder: Path,
-        placement: Placement | None = None,
-        engine: str | None = None,
+        given: Mapping[str, Any] | None = None,
         *,
-        ratio: float | None = None,
-        selector: str | None = None,
-        reuse_prefix: bool | None = None,
         progress: ProgressCallbacks | None = None,
     ) -> None:
-        progress, placement = progress or ProgressCallbacks(), placement or Placement()
-        with Collection.open(folder) as collection:
-            settings = replace(collection.settings, engine=engine or collection.settings.engine)
-            stored = collection.load()
-        checks.check_blend(ratio, selector)
-        checks.check_engine(settings.engine)
-        checks.check_model(settings.model)
-        checks.check_embedding_model(settings.embedding_model)
-        checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
-        checks.check_placement(placement.device)
-        with progress.phase("loading the libraries"):
-            quiet_libraries()
-        with progress.phase(f"loading the embedding model {settings.embedding_model}"):
-            self._embedder = Embedder(settings.embedding_model, EXTRA)
-        with progress.phase(f"loading the model {settings.model}"):
-            self.engine: Engine = open_known(folder, settings, placement)
+        progress, given = progress or ProgressCallbacks(), given or {}
+        with Collection(folder) as collection:
+            settings, (documents, vectors) = collection.settings, collection.load()
+            checks.check_config(settings.engine_config(folder, given))
+            checks.check_embedding_model(settings.embedding_model)
+            checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
+            with progress.phase("loading the libraries"):
+                quiet_libraries()
+            with progress.phase(f"loading the embedding model {settings.embedding_model}"):
+                self._embedder = Embedder(settings.embedding_model, EXTRA)
+            with progress.phase(f"loading the model {settings.model}"):
+                self.engine = collection.open_engine(given)
         self._chunks = [
             (chunk, position)
-            for document in stored.documents
+            for document in documents
             for position, chunk in enumerate(document.to_chunks())
         ]
-        self._size = stored.vectors.shape[1]
-        self._search = VectorSearch(stored.vectors, EXTRA)
+        self._size = vectors.shape[1]
+        self._search = VectorSearch(vectors)
         self._follow_ups = FollowUps([chunk.text for chunk, _ in self._chunks])
         self._embedding_model = settings.embedding_model
-        self.instruction = settings.instruction
-        self.config = self.engine.config.with_given(
-            recompute_ratio=ratio, selector=selector, reuse_prefix=reuse_prefix
-        )
+        self.model, self.instruction = settings.model, settings.instruction
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
         self.fit = PromptFitter(self.engine, self._prompt).fit
 
@@ -114,13 +97,11 @@ class Asker(AbstractContextManager["Asker"]):
                 source = Source(*self._chunks[place], score)
                 if len(found) < most:
                     found.setdefault((source.chunk.document_id, source.chunk.text), source)
-        return arranged(sorted(found.values(), key=attrgetter("score"), reverse=True), order)
-
-    def stream(
-        self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
-    ) -> Iterator[Delta]:
-        """Stream the answer."""
-        return self.engine.stream(fitted.prepared, sampling, config=self.config, cancel=cancel)
+        return order.arrange(
+            sorted(found.values(), key=attrgetter("score"), reverse=True),
+            document_of=lambda source: source.chunk.document_id,
+            positions_of=lambda sources: [source.position for source in sources],
+        )
 
 
 def clean_question(text: str) -> str:

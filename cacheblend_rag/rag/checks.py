@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models import check, is_local
-from cacheblend_rag.rag.retrieval import BUNDLED
+from cacheblend_rag.rag import BUNDLED
 from cacheblend_rag.settings import EMBEDDED, VLLM
 from cacheblend_rag.settings.options import check_server_url
 
 if TYPE_CHECKING:
-    from cacheblend_rag.settings import BlendConfig
+    from cacheblend_rag.settings import BlendConfig, EngineConfig
 
 CONFIG = "config.json"
 HUB_SECONDS = 10.0
 DTYPES = ("float32", "bfloat16", "float16")
-RETRIEVAL_MODULES = ("sentence_transformers", "faiss")
+RETRIEVAL_MODULES = ("sentence_transformers",)
 INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
 
 
@@ -45,25 +45,18 @@ def check_model(name: str) -> None:
         ) from error
 
 
-def check_chunk_size(chunk_size: int, model: str, option: str = "--chunk-size") -> None:
+def check_chunk_size(name: str, chunk_size: int, model: str, window: int | None = None) -> None:
     """Raise ConfigError when a chunk of so many tokens fits no prompt of the model.
 
-    option: the chunk size's name on the command line.
+    name: of the setting. window: the model's context window, by default what its config says.
     """
     quiet_libraries()
     from cacheblend_rag.engines.model_files import text_config
 
-    window = getattr(text_config(model), "max_position_embeddings", None)
-    check_fits(chunk_size, window, model, option)
-
-
-def check_fits(
-    chunk_size: int, context_window: int | None, model: str, option: str = "--chunk-size"
-) -> None:
-    """Raise ConfigError when a chunk of so many tokens does not fit the context window."""
-    if context_window and chunk_size >= context_window:
+    window = window or getattr(text_config(model), "max_position_embeddings", None)
+    if window and chunk_size >= window:
         raise ConfigError(
-            f"{option} {chunk_size}: prompts of model {model!r} hold {context_window:,} "
+            f"{name}={chunk_size}: prompts of model {model!r} hold {window:,} "
             "tokens, the question and the answer among them: give a smaller one"
         )
 
@@ -78,6 +71,15 @@ def check_installed(modules: Iterable[str], feature: str, extra: str) -> None:
     """Raise MissingExtraError, without importing anything, unless all modules are installed."""
     if any(find_spec(module) is None for module in modules):
         raise MissingExtraError(feature, extra)
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise what is wrong with an engine's settings, as far as nothing must be loaded for it."""
+    check_engine(config.engine)
+    if config.model:
+        check_model(config.model)
+    check_placement(config.device, config.dtype)
+    check_selector(config.blend.selector, config.blend.selector_options)
 
 
 def check_engine(engine: str) -> None:
@@ -102,15 +104,6 @@ def check_placement(device: str | None, dtype: str | None = None) -> None:
         from cacheblend_rag.engines.transformers.loading import pick_device
 
         pick_device(device)
-
-
-def check_blend(ratio: float | None, selector: str | None) -> None:
-    """Raise ConfigError for an invalid ratio or selector."""
-    from cacheblend_rag.settings import BlendConfig
-
-    BlendConfig().with_given(recompute_ratio=ratio)
-    if selector is not None:
-        check_selector(selector)
 
 
 def check_selector(name: str, options: Mapping[str, Any] | None = None) -> None:

@@ -2,8 +2,8 @@
 
 ``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
 engine. A document is written in one transaction, after its KV is stored: even if ``index`` is
-interrupted, the collection holds whole documents only. A document whose KV could not be stored is
-marked as unfinished in the same transaction. Nothing read from the file is trusted.
+interrupted, the collection holds whole documents only. How many of its chunks lack KV is written in
+the same transaction. Nothing read from the file is trusted.
 """
 
 from __future__ import annotations
@@ -12,139 +12,147 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from filelock import FileLock, Timeout
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.rag.prompt import INSTRUCTION
-from cacheblend_rag.rag.retrieval import BUNDLED, Vectors
-from cacheblend_rag.settings import EMBEDDED, check_namespace
+from cacheblend_rag.rag import BUNDLED, FILE_NAME, KV_NAME
+from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
+from cacheblend_rag.rag.retrieval import Vectors
+from cacheblend_rag.settings import EMBEDDED, EngineConfig
+from cacheblend_rag.settings.base import Count, Settings
+from cacheblend_rag.settings.engine import Namespace
+from cacheblend_rag.sqlite_file import connect
 from cacheblend_rag.text.chunk import Document
 
-DEFAULT_FOLDER = Path(".cacheblend")
-FILE_NAME = "collection.sqlite"
-KV_NAME = "kv"
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+
 LOCK_NAME = "index.lock"
 APPLICATION_ID = 0x63627261
-VERSION = 1
+VERSION = 2
 WAIT_SECONDS = 60.0
-VECTOR_TYPE = "<f4"
-VECTOR_ITEM_BYTES = 4
-TABLES = """
-CREATE TABLE settings (body TEXT NOT NULL);
-CREATE TABLE documents (
-    id INTEGER PRIMARY KEY,
-    source TEXT NOT NULL UNIQUE,
-    content_hash TEXT NOT NULL
-);
+TABLES = f"""
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {VERSION};
+CREATE TABLE settings (body TEXT, fingerprint TEXT);
+CREATE TABLE documents (source TEXT PRIMARY KEY, content_hash TEXT, unfinished INTEGER);
 CREATE TABLE chunks (
-    document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
-    position INTEGER NOT NULL,
-    text TEXT NOT NULL,
-    vector BLOB NOT NULL,
-    PRIMARY KEY (document, position)
+    source TEXT REFERENCES documents ON DELETE CASCADE ON UPDATE CASCADE,
+    position INTEGER, text TEXT, vector BLOB, PRIMARY KEY (source, position)
 ) WITHOUT ROWID;
-CREATE TABLE unfinished (
-    document INTEGER PRIMARY KEY REFERENCES documents ON DELETE CASCADE,
-    chunks INTEGER NOT NULL
-)
 """
-"""``unfinished``: documents with the number of their chunks that lack KV."""
+"""``unfinished``: how many chunks lack KV that could not be stored."""
+Name = Annotated[str, Field(strict=True)]
+Text = Annotated[Name, StringConstraints(pattern=r"\S")]
+Number = Annotated[int, Field(strict=True, ge=0)]
+SETTINGS_ROWS = TypeAdapter(list[tuple[Name, Name]])
+DOCUMENT_ROWS = TypeAdapter(list[tuple[Name, Name, Number]])
+CHUNK_ROWS = TypeAdapter(list[tuple[Name, Number, Text, Annotated[bytes, Field(strict=True)]]])
 
 
-@dataclass(frozen=True)
-class CollectionSettings:
-    """The settings that a collection is indexed with, and must be asked with.
+class CollectionSettings(Settings):
+    """The settings that a collection is made with; later runs take them from it."""
 
-    model: a name, absolute if it is a file or folder. dtype: the weights' precision, "" for the
-    device's default. engine: as for open_engine. Two follow from the others once the model is
-    there: lead_in, the text before the first chunk of prompts (``instruction`` as the model's chat
-    template renders it), and fingerprint, the engine's, part of all KV keys.
+    _noun: ClassVar[str] = "setting of a collection"
 
-    Raises ConfigError when the overlap is not below the chunk size, or the namespace is no text.
-    """
+    model: Name = DEFAULT_MODEL
+    """Absolute, if it is a file or folder."""
+    engine: Name = EMBEDDED
+    """As for open_engine."""
+    embedding_model: Name = BUNDLED
+    """``bundled``, or a sentence-transformers name or folder."""
+    chunk_size: Annotated[int, Field(ge=16)] = 256
+    """Most tokens of a chunk."""
+    chunk_overlap: Count = 0
+    """Tokens that a chunk repeats of the one before it."""
+    instruction: Name = INSTRUCTION
+    """What prompts say before the passages."""
+    namespace: Namespace = "default"
+    """Collections of other namespaces share no KV."""
+    dtype: Name | None = None
+    """Precision of the model's weights; None is the device's default."""
+    register_only: bool = False
+    """Compute no KV: engines with ``fill_on_miss``, and chats, do it on a miss."""
 
-    model: str = DEFAULT_MODEL
-    embedding_model: str = BUNDLED
-    chunk_size: int = 256
-    chunk_overlap: int = 0
-    instruction: str = INSTRUCTION
-    namespace: str = "default"
-    lead_in: str = ""
-    dtype: str = ""
-    fingerprint: str = ""
-    engine: str = EMBEDDED
-
-    def __post_init__(self) -> None:
-        check_namespace(self.namespace)
-        if not 0 <= self.chunk_overlap < self.chunk_size:
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Self:
+        if self.chunk_overlap >= self.chunk_size:
             raise ConfigError(
-                f"--chunk-overlap {self.chunk_overlap} must be below --chunk-size {self.chunk_size}"
+                f"chunk_overlap={self.chunk_overlap} must be below chunk_size={self.chunk_size}"
             )
+        return self
 
-    def chosen(self) -> dict[str, str | int]:
-        """Return the settings that the user chooses; the others follow from them."""
-        derived = ("lead_in", "fingerprint")
-        return {name: value for name, value in asdict(self).items() if name not in derived}
+    def engine_config(self, folder: Path, given: Mapping[str, Any]) -> EngineConfig:
+        """Return the settings of the engine of a collection in ``folder``.
 
-
-@dataclass(frozen=True)
-class StoredCollection:
-    """A whole collection in memory; ``vectors`` has one row per chunk, in the documents' order."""
-
-    documents: tuple[Document, ...]
-    vectors: Vectors
+        given: others, of one run, by the names of EngineConfig and StoreConfig. Raises ConfigError
+        for one that the collection has itself.
+        """
+        fixed = {"model", "namespace", "dtype", "instruction", "kv_path"}
+        if taken := sorted(fixed & given.keys()):
+            raise ConfigError(f"{taken[0]}: a collection has its own, leave it out")
+        return EngineConfig.gather(
+            model=self.model,
+            namespace=self.namespace,
+            dtype=self.dtype,
+            instruction=lambda tokenizer: RagPrompt(tokenizer, self.instruction).lead_in,
+            kv_path=folder / KV_NAME,
+            **{"engine": self.engine, **given},
+        )
 
 
 class Collection(AbstractContextManager["Collection"]):
-    """An open collection. Errors of the file are raised as a StoreError of one line."""
+    """An open collection. Errors of the file are raised as a StoreError of one line.
 
-    def __init__(self, folder: Path, settings: CollectionSettings, file: sqlite3.Connection):
-        self.folder = folder
-        self.settings = settings
-        self._file = file
+    settings: those it was made with. fingerprint: its engine's, part of all KV keys.
+    """
 
-    @classmethod
-    def open(cls, folder: Path) -> Collection:
+    def __init__(self, folder: Path) -> None:
         """Open the collection in ``folder``; raises StoreError if there is none."""
-        path = folder / FILE_NAME
+        self.folder, path = folder, folder / FILE_NAME
         if not path.is_file():
             raise StoreError(
                 f"{folder} holds no collection: make one with "
                 f"`cacheblend-rag index PATH --into {folder}`"
             )
         with _reading(path):
-            file = _connect(path)
-            (application,) = file.execute("PRAGMA application_id").fetchone()
-            (version,) = file.execute("PRAGMA user_version").fetchone()
+            self._file = _connect(path)
+            (application,) = self._file.execute("PRAGMA application_id").fetchone()
+            (version,) = self._file.execute("PRAGMA user_version").fetchone()
             if (application, version) != (APPLICATION_ID, VERSION):
-                raise sqlite3.DatabaseError(f"it is not a collection of version {VERSION}")
-            ((body,),) = file.execute("SELECT body FROM settings").fetchall()
-            return cls(folder, _settings(body), file)
+                raise ValueError(f"it is not a collection of version {VERSION}")
+            rows = self._file.execute("SELECT body, fingerprint FROM settings").fetchall()
+            ((body, self.fingerprint),) = SETTINGS_ROWS.validate_python(rows)
+            try:
+                self.settings = CollectionSettings(**json.loads(body))
+            except (ConfigError, TypeError) as error:
+                raise ValueError("its settings are broken") from error
 
     @classmethod
-    def create(cls, folder: Path, settings: CollectionSettings) -> Collection:
+    def create(cls, folder: Path, settings: CollectionSettings, fingerprint: str) -> Collection:
         """Create an empty collection in ``folder``, which must not hold one."""
         prepare_folder(folder)
         path = folder / FILE_NAME
         begun = path.with_suffix(".new")
         with _reading(path):
             begun.unlink(missing_ok=True)
-            os.close(os.open(begun, os.O_CREAT | os.O_WRONLY, 0o600))
-            with closing(_connect(begun)) as file, _transaction(file):
-                for statement in TABLES.split(";"):
-                    file.execute(statement)
-                file.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                file.execute(f"PRAGMA user_version = {VERSION}")
-                file.execute("INSERT INTO settings VALUES (?)", (json.dumps(asdict(settings)),))
+            os.close(os.open(begun, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            with closing(_connect(begun)) as file:
+                file.executescript(TABLES)
+                row = (settings.model_dump_json(), fingerprint)
+                file.execute("INSERT INTO settings VALUES (?, ?)", row)
             begun.replace(path)
-        return cls.open(folder)
+        return cls(folder)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -159,44 +167,25 @@ class Collection(AbstractContextManager["Collection"]):
 
     def content_hashes(self) -> dict[str, str]:
         """Return the hash of each document's file, by source."""
-        with self._reading():
-            return dict(self._file.execute("SELECT source, content_hash FROM documents").fetchall())
+        return {source: content_hash for source, content_hash, _ in self._documents()}
 
     def counts(self) -> tuple[int, int]:
         """Return how many documents and how many chunks there are."""
         with self._reading():
-            ((documents,),) = self._file.execute("SELECT COUNT(*) FROM documents").fetchall()
-            ((chunks,),) = self._file.execute("SELECT COUNT(*) FROM chunks").fetchall()
+            tables = ("documents", "chunks")
+            counts = [self._file.execute(f"SELECT COUNT(*) FROM {one}") for one in tables]  # noqa: S608
+            (documents,), (chunks,) = (one.fetchone() for one in counts)
             return documents, chunks
 
     def unfinished(self) -> dict[str, int]:
         """Return for each unfinished document, by source, how many chunks lack KV."""
-        with self._reading():
-            rows = self._file.execute(
-                "SELECT source, unfinished.chunks FROM unfinished"
-                " JOIN documents ON documents.id = unfinished.document ORDER BY source"
-            ).fetchall()
-            if not all(isinstance(s, str) and isinstance(n, int) and n > 0 for s, n in rows):
-                raise sqlite3.DatabaseError("its list of unfinished documents is broken")
-            return dict(rows)
+        return {source: count for source, _, count in self._documents() if count}
 
     def note_unfinished(self, source: str, chunks: int) -> None:
         """Record how many chunks of a document lack KV; 0 means none."""
-        with self._reading(), _transaction(self._file):
-            self._note_unfinished(source, chunks)
-
-    def document(self, source: str) -> Document:
-        """Read one document's chunks; raises StoreError if they are missing or damaged."""
         with self._reading():
-            rows = self._file.execute(
-                "SELECT position, text FROM chunks JOIN documents"
-                " ON documents.id = chunks.document WHERE source = ? ORDER BY position",
-                (source,),
-            ).fetchall()
-            texts = [text for _, text in rows if isinstance(text, str) and text.strip()]
-            if not texts or [position for position, _ in rows] != list(range(len(texts))):
-                raise sqlite3.DatabaseError(f"the chunks of {source!r} are broken")
-            return Document(source, tuple(texts))
+            row = (chunks, source)
+            self._file.execute("UPDATE documents SET unfinished = ? WHERE source = ?", row)
 
     def replace(
         self, document: Document, content_hash: str, vectors: Vectors, *, unfinished: int = 0
@@ -206,76 +195,82 @@ class Collection(AbstractContextManager["Collection"]):
         unfinished: how many of its chunks lack KV that could not be stored. Raises ConfigError when
         the size of its vectors differs from that of the collection's.
         """
-        with self._reading(), _transaction(self._file):
-            self._check_size(vectors)
-            self._file.execute("DELETE FROM documents WHERE source = ?", (document.document_id,))
-            written = self._file.execute(
-                "INSERT INTO documents (source, content_hash) VALUES (?, ?)",
-                (document.document_id, content_hash),
-            )
-            rows = [
-                (written.lastrowid, position, text, vector.astype(VECTOR_TYPE).tobytes())
-                for position, (text, vector) in enumerate(
-                    zip(document.chunks, vectors, strict=True)
+        source = document.document_id
+        with self._reading(), self._file:  # which commits, or rolls back
+            self._file.execute("BEGIN IMMEDIATE")
+            found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()
+            if found is not None and found[0] != vectors.astype("<f4").strides[0]:
+                raise ConfigError(
+                    f"embedding model {self.settings.embedding_model!r} is not the one that "
+                    f"{self.folder} was indexed with: index with --rebuild"
                 )
-            ]
+            self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
+            row = (source, content_hash, unfinished)
+            self._file.execute("INSERT INTO documents VALUES (?, ?, ?)", row)
+            numbered = enumerate(zip(document.chunks, vectors, strict=True))
+            rows = [(source, n, text, v.astype("<f4").tobytes()) for n, (text, v) in numbered]
             self._file.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
-            self._note_unfinished(document.document_id, unfinished)
 
     def remove(self, source: str) -> None:
         """Delete a document, if it exists."""
-        with self._reading(), _transaction(self._file):
+        with self._reading():
             self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
 
-    def load(self) -> StoredCollection:
-        """Read all documents and vectors; raises StoreError if there is none, or one is damaged."""
-        texts: dict[str, list[str]] = {}
-        vectors: list[bytes] = []
-        with self._reading():
-            rows = self._file.execute(
-                "SELECT source, position, text, vector FROM chunks"
-                " JOIN documents ON documents.id = chunks.document ORDER BY source, position"
-            )
-            for source, position, text, vector in rows:
-                of_document = texts.setdefault(source, [])
-                if not _is_chunk(source, text, vector) or position != len(of_document):
-                    raise sqlite3.DatabaseError(f"chunk {position} of {source!r} is broken")
-                of_document.append(text)
-                vectors.append(vector)
-            if len({len(vector) for vector in vectors}) > 1:
-                raise sqlite3.DatabaseError("vectors differ in length")
-        if not vectors:
-            raise StoreError(f"{self.folder} holds no documents: add some with `index`")
-        documents = tuple(Document(source, tuple(found)) for source, found in texts.items())
+    def load(self) -> tuple[tuple[Document, ...], Vectors]:
+        """Read all documents, and a vector for each of their chunks, in order.
+
+        Raises StoreError if there is none, or one is damaged.
+        """
         import numpy as np
 
-        matrix = np.frombuffer(b"".join(vectors), VECTOR_TYPE).reshape(len(vectors), -1)
-        if not np.isfinite(matrix).all():
-            raise _damaged(self.folder / FILE_NAME, "a vector holds no numbers")
-        return StoredCollection(documents, matrix.astype(np.float32))
+        texts: dict[str, list[str]] = {}
+        with self._reading():
+            found = self._file.execute("SELECT * FROM chunks ORDER BY source, position").fetchall()
+            for source, position, text, _ in CHUNK_ROWS.validate_python(found):
+                of_document = texts.setdefault(source, [])
+                if position != len(of_document):
+                    raise ValueError(f"chunk {position} of {source!r} is out of place")
+                of_document.append(text)
+            if texts.keys() != self.content_hashes().keys():
+                raise ValueError("a document has no chunks")
+            if not found:
+                raise StoreError(f"{self.folder} holds no documents: add some with `index`")
+            vectors = np.stack([np.frombuffer(vector, "<f4") for *_, vector in found])
+            if not vectors.size or not np.isfinite(vectors).all():
+                raise ValueError("a vector holds no numbers")
+        documents = tuple(Document(source, tuple(chunks)) for source, chunks in texts.items())
+        return documents, vectors.astype(np.float32)
 
-    def _note_unfinished(self, source: str, chunks: int) -> None:
-        self._file.execute(
-            "DELETE FROM unfinished WHERE document IN (SELECT id FROM documents WHERE source = ?)",
-            (source,),
-        )
-        if chunks:
-            self._file.execute(
-                "INSERT INTO unfinished SELECT id, ? FROM documents WHERE source = ?",
-                (chunks, source),
-            )
+    def open_engine(self, given: Mapping[str, Any]) -> Engine:
+        """Open the collection's engine; given: as for CollectionSettings.engine_config.
 
-    def _check_size(self, vectors: Vectors) -> None:
-        found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()
-        size = vectors.shape[1] * VECTOR_ITEM_BYTES
-        if found is not None and found[0] != size:
+        Raises ConfigError when the model is no longer the one that the collection was indexed with,
+        or an engine of another kind.
+        """
+        engine = open_quietly(self.settings.engine_config(self.folder, given))
+        if engine.fingerprint != self.fingerprint:
+            engine.close()
             raise ConfigError(
-                f"embedding model {self.settings.embedding_model!r} is not the one that "
-                f"{self.folder} was indexed with: index with --rebuild"
+                f"model {self.settings.model!r} is not the one that {self.folder} was indexed with "
+                "(its weights or its tokenizer changed, or the engine or the store's precision is "
+                "another): index with --rebuild, or give what it was indexed with"
             )
+        return engine
+
+    def _documents(self) -> list[tuple[str, str, int]]:
+        with self._reading():
+            rows = self._file.execute("SELECT * FROM documents ORDER BY source").fetchall()
+            return DOCUMENT_ROWS.validate_python(rows)
 
     def _reading(self) -> AbstractContextManager[None]:
         return _reading(self.folder / FILE_NAME)
+
+
+def open_quietly(config: EngineConfig) -> Engine:
+    """Open an engine, without what its libraries log."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_libraries()
+    return open_engine(config)
 
 
 def source_name(folder: Path, path: Path) -> str:
@@ -293,8 +288,8 @@ def known_paths(folder: Path) -> tuple[Path, ...]:
     """Return the files of all documents in ``folder``; empty if it holds no collection."""
     if not (folder / FILE_NAME).exists():
         return ()
-    with Collection.open(folder) as collection:
-        return tuple(collection.path_of(source) for source in collection.content_hashes())
+    with Collection(folder) as collection:
+        return tuple(map(collection.path_of, collection.content_hashes()))
 
 
 def prepare_folder(folder: Path) -> None:
@@ -332,27 +327,15 @@ def sole_writer(folder: Path) -> Iterator[None]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    file = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
-    for pragma in ("trusted_schema = OFF", "foreign_keys = ON", "secure_delete = ON"):
-        file.execute(f"PRAGMA {pragma}")
+    file = connect(path, "rw", WAIT_SECONDS)
+    file.text_factory = str
+    file.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
     return file
 
 
 @contextmanager
-def _transaction(file: sqlite3.Connection) -> Iterator[None]:
-    file.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        file.execute("COMMIT")
-    except BaseException:
-        if file.in_transaction:
-            file.execute("ROLLBACK")
-        raise
-
-
-@contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors, and errors of malformed rows, into a StoreError."""
+    """Turn errors of SQLite and of malformed rows into a StoreError."""
     try:
         yield
     except CacheBlendError:
@@ -360,34 +343,8 @@ def _reading(path: Path) -> Iterator[None]:
     except (sqlite3.OperationalError, OSError) as error:  # locked, full, gone, not ours to write
         raise StoreError(f"{path} cannot be used: {error}") from error
     except (sqlite3.DatabaseError, ValueError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, reason: object) -> StoreError:
-    return StoreError(
-        f"{path} cannot be used ({reason}): make it again with `cacheblend-rag index PATH --into "
-        f"{path.parent} --rebuild`"
-    )
-
-
-def _settings(body: object) -> CollectionSettings:
-    """Read settings; raises ValueError if this version did not write them."""
-    plain = json.loads(body) if isinstance(body, str) else None
-    wanted = {f.name: int if f.type == "int" else str for f in fields(CollectionSettings)}
-    if not isinstance(plain, dict) or {k: type(v) for k, v in plain.items()} != wanted:
-        raise ValueError("its settings are broken")
-    try:
-        return CollectionSettings(**plain)
-    except ConfigError as error:
-        raise ValueError("its settings are broken") from error
-
-
-def _is_chunk(source: object, text: object, vector: object) -> bool:
-    return (
-        isinstance(source, str)
-        and isinstance(text, str)
-        and bool(text.strip())
-        and isinstance(vector, bytes)
-        and len(vector) > 0
-        and len(vector) % VECTOR_ITEM_BYTES == 0
-    )
+        reason = "a row is broken" if isinstance(error, ValidationError) else error
+        raise StoreError(
+            f"{path} cannot be used ({reason}): make it again with `cacheblend-rag index PATH "
+            f"--into {path.parent} --rebuild`"
+        ) from error

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from cacheblend_rag.errors import ConfigError
+from pydantic import TypeAdapter, ValidationError
+
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import ConfigError, describe_errors
 from cacheblend_rag.folders import write_private
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
@@ -28,14 +30,42 @@ from cacheblend_rag.text.chunk import Chunk
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.settings import BlendConfig
-
-FORMAT = 1
-"""Of saved conversations."""
 
 Passage = Chunk | Source | str
 """A passage of a turn: a chunk, a retrieved one, or a text that is no chunk."""
+
+
+@dataclass(frozen=True)
+class SavedPassage:
+    """A passage of a saved turn."""
+
+    source: str | None
+    collection: str
+    chunk: int
+    score: float
+    text: str
+
+
+@dataclass(frozen=True)
+class SavedTurn:
+    """A turn of a saved conversation."""
+
+    question: str
+    answer: str
+    passages: list[SavedPassage]
+
+
+@dataclass(frozen=True)
+class SavedConversation:
+    """A conversation as ``to_json`` writes it; kv: see ConversationKV.to_plain."""
+
+    format: Literal[1]
+    turns: list[SavedTurn]
+    kv: Any
+
+
+SAVED = TypeAdapter(SavedConversation)
 
 
 @dataclass(frozen=True)
@@ -90,8 +120,6 @@ class Conversation:
             ConfigError: when the model's chat template drops the user's text, or a bound is
                 negative.
         """
-        from cacheblend_rag.engines.sampling import SamplingParams
-
         self.last: Answered | None = None
         self.kv = ConversationKV(most_turns=most_turns, most_bytes=most_bytes)
         self._engine, self._config = engine, config
@@ -135,18 +163,18 @@ class Conversation:
             ConfigError: when it is not a conversation.
         """
         try:
-            plain = json.loads(text)
-            if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-                raise ConfigError(f"its format is not {FORMAT}")
-            kv = ConversationKV.from_plain(plain["kv"])
-            turns = tuple(_read_turn(turn) for turn in plain["turns"])
+            saved = SAVED.validate_json(text, strict=True)
+            kv = ConversationKV.from_plain(saved.kv)
+        except ValidationError as error:
+            told = describe_errors(error.errors(include_input=False))
+            raise ConfigError(f"not a saved conversation: {told:.200}") from error
         except (ValueError, KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"not a saved conversation: {error!s:.200}") from error
         names = ("instruction", "sampling", "config", "prompt_tokens")
         if unknown := options.keys() - set(names):
             raise ConfigError(f"unknown option {min(unknown)!r}: give {', '.join(names)}")
         made = cls(engine, **options)
-        made.kv, made._turns = kv, turns
+        made.kv, made._turns = kv, tuple(map(_read_turn, saved.turns))
         return made
 
     @property
@@ -182,21 +210,24 @@ class Conversation:
         Raises:
             PromptError: when the question is empty; PromptTooLongError when it is too long alone.
         """
+        sources = [_source(one, rank) for rank, one in enumerate(passages)]
         fitted = self._fitter.fit(
-            self._turns,
-            clean_question(question),
-            [_source(one, rank) for rank, one in enumerate(passages)],
-            self._sampling.max_tokens,
-            self.kv,
+            self._turns, clean_question(question), sources, self._sampling.max_tokens, self.kv
         )
         deltas: list[Delta] = []
-        pieces = self._engine.stream(
+        for delta in self._engine.stream(
             fitted.prepared, self._sampling, config=self._config, cancel=cancel
-        )
-        for delta in pieces:
+        ):
             deltas.append(delta)
             yield delta
-        self._add(fitted, finished(deltas))
+        answer = finished(deltas)
+        starts = {part.start for part in fitted.prepared.placed}
+        reused = [one for one in answer.report.chunks if one.hit and one.start not in starts]
+        self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
+        *earlier, asked = fitted.turns
+        text = answer.text.strip()
+        added = [AskedTurn(replace(asked.turn, answer=text), asked.sources)] if text else []
+        self._turns = (*earlier, *added)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Put the earlier turns into another order, or leave some out; their KV stays reusable.
@@ -242,17 +273,8 @@ class Conversation:
 
         It holds all of the conversation's text, and the secret by which its KV is found.
         """
-        turns = [_plain_turn(asked) for asked in self._turns]
-        return json.dumps({"format": FORMAT, "turns": turns, "kv": self.kv.to_plain()})
-
-    def _add(self, fitted: FittedPrompt, answer: Generation) -> None:
-        passages = {part.start for part in fitted.prepared.placed}
-        reused = [one for one in answer.report.chunks if one.hit and one.start not in passages]
-        self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
-        *earlier, asked = fitted.turns
-        text = answer.text.strip()
-        answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
-        self._turns = (*earlier, answered) if text else tuple(earlier)
+        turns = [_saved(asked) for asked in self._turns]
+        return SAVED.dump_json(SavedConversation(1, turns, self.kv.to_plain())).decode()
 
 
 def _source(passage: Passage, rank: int) -> Source:
@@ -263,45 +285,19 @@ def _source(passage: Passage, rank: int) -> Source:
     return Source(chunk, 0, 1.0 / (1 + rank))
 
 
-def _plain_turn(asked: AskedTurn) -> dict[str, Any]:
-    return {
-        "question": asked.turn.question,
-        "answer": asked.turn.answer,
-        "passages": [
-            {
-                "text": source.chunk.text,
-                "document_id": source.chunk.document_id,
-                "collection": source.chunk.collection,
-                "position": source.position,
-                "score": source.score,
-            }
-            for source in asked.sources
-        ],
-    }
+def _saved(asked: AskedTurn) -> SavedTurn:
+    passages = [
+        SavedPassage(**one.to_dict(), collection=one.chunk.collection) for one in asked.sources
+    ]
+    return SavedTurn(asked.turn.question, asked.turn.answer, passages)
 
 
-def _read_turn(plain: Any) -> AskedTurn:
-    """Return a saved turn; raises KeyError, TypeError or ValueError for another form."""
-    sources = tuple(
-        Source(
-            Chunk(
-                _text(one["text"]),
-                None if one["document_id"] is None else _text(one["document_id"]),
-                collection=_text(one["collection"]),
-            ),
-            int(one["position"]),
-            float(one["score"]),
-        )
-        for one in plain["passages"]
-    )
-    texts = tuple(source.chunk.text for source in sources)
-    return AskedTurn(Turn(_text(plain["question"]), texts, _text(plain["answer"])), sources)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} is no text")
-    return value
+def _read_turn(saved: SavedTurn) -> AskedTurn:
+    chunks = [Chunk(one.text, one.source, collection=one.collection) for one in saved.passages]
+    placed = zip(chunks, saved.passages, strict=True)
+    sources = tuple(Source(chunk, one.chunk, one.score) for chunk, one in placed)
+    turn = Turn(saved.question, tuple(chunk.text for chunk in chunks), saved.answer)
+    return AskedTurn(turn, sources)
 
 
 def forget_conversation(engine: Engine, conversation: ConversationKV) -> int:

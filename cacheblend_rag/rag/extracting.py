@@ -1,9 +1,8 @@
-"""Extracts text from files in a separate process, started as ``python -m`` this module.
+"""Extracts text from files, and is started as ``python -m`` this module for PDF and HTML.
 
 Documents are untrusted: a hostile one can make its parser take hours or all memory, or crash. So
-parsers run outside of the indexing process, which kills them when they take too long (see
-``readers.FileReader``). Paths come in as JSON strings, one per line; each is answered by one line,
-a JSON object with ``text`` and ``note``, with ``problem``, or with ``missing`` (a library).
+parsers run in a process of their own, which is killed when it takes too long (see ``readers``). It
+prints the answer of ``answer`` as JSON.
 """
 
 from __future__ import annotations
@@ -315,8 +314,13 @@ EXTRACTORS: dict[str, Callable[[Path], Extracted]] = {
 }
 
 
+def is_plain(path: Path) -> bool:
+    """Whether a file is read without a parser."""
+    return EXTRACTORS[path.suffix.lower()] is _plain
+
+
 def answer(path: Path) -> dict[str, str]:
-    """Return the answer to a path."""
+    """Return a file's ``text`` and ``note``, or a ``problem``, or the ``missing`` library."""
     try:
         return asdict(extract(path))
     except ProblemError as error:
@@ -336,15 +340,14 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def main() -> None:
-    """Answer paths until the input ends. Output of parsers is discarded."""
+def main(path: str) -> None:
+    """Print the answer to a path. Output of parsers is discarded."""
     with suppress(ValueError, OSError):  # not everywhere
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        for line in sys.stdin:
-            print(json.dumps(answer(Path(json.loads(line)))), file=answers, flush=True)
+        json.dump(answer(Path(path)), answers)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

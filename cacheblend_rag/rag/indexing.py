@@ -11,63 +11,99 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.model_files import (
-    kv_bytes_per_token,
-    quiet_libraries,
-    text_config,
-)
+from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.progress import ProgressCallbacks
-from cacheblend_rag.rag import checks
+from cacheblend_rag.rag import FILE_NAME, checks
 from cacheblend_rag.rag.collection import (
-    FILE_NAME,
     Collection,
     CollectionSettings,
     clear,
+    open_quietly,
     source_name,
 )
-from cacheblend_rag.rag.collection_engine import (
-    Placement,
-    open_known,
-    open_new,
-    with_lead_in,
-)
-from cacheblend_rag.rag.index_report import IndexReport, KVStoring
-from cacheblend_rag.rag.readers import (
-    EXTRA,
-    FileReader,
-    FoundFiles,
-    UnreadableFileError,
-    make_splitter,
-)
-from cacheblend_rag.rag.retrieval import Embedder, Vectors
+from cacheblend_rag.rag.extracting import PARAGRAPH
+from cacheblend_rag.rag.readers import EXTRA, FoundFiles, UnreadableFileError, read_file
+from cacheblend_rag.rag.retrieval import Embedder
+from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.settings import EMBEDDED
-from cacheblend_rag.text.chunk import Document
+from cacheblend_rag.text.chunk import Chunk, Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
 
-FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
-PART_SECONDS = 5.0
-SHOWN_CHARACTERS = 30
+PART_CHUNKS = 32
+"""So many chunks are computed at once, then progress is shown."""
+PAUSE_SECONDS = 10.0
+"""After a tier has failed nothing is computed for so long."""
 MOST_NAMED = 10
 """How many skipped files get a warning of their own."""
 NAME_BREAKS = re.compile(r"[-_.\s]+")
 
 
+@dataclass
+class IndexReport:
+    """The results of one run.
+
+    added, changed, unchanged: files. removed: documents deleted because their files are gone;
+    vanished: such documents that were kept. unknown: files with an unsupported extension. skipped:
+    files that could not be indexed, and why. notes: files that were indexed without all of their
+    pages, or in an encoding that was guessed. kv: what was computed and stored. evicted_chunks: of
+    no document, whose KV a repair dropped. documents, chunks: totals of the collection at the end.
+    unfinished_documents, unfinished_chunks: those whose KV could not be stored, in this run or
+    before; the next run computes it.
+    """
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    vanished: int = 0
+    unknown: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    notes: list[dict[str, str]] = field(default_factory=list)
+    kv: PrecomputeReport = field(default_factory=PrecomputeReport)
+    evicted_chunks: int = 0
+    documents: int = 0
+    chunks: int = 0
+    unfinished_documents: int = 0
+    unfinished_chunks: int = 0
+
+    @property
+    def pace(self) -> str:
+        """The speed at which KV was computed."""
+        return f"{self.kv.computed_tokens / (self.kv.seconds or 1.0):,.0f} tokens per second"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        plain, kv = asdict(self), self.kv
+        del plain["kv"]
+        return {
+            **plain,
+            "computed_chunks": kv.computed,
+            "computed_tokens": kv.computed_tokens,
+            "compute_seconds": kv.seconds,
+            "stored_chunks": kv.skipped,
+            "registered_chunks": kv.registered,
+            "refused_chunks": {str(reason): count for reason, count in kv.refused.items()},
+            "refused_codes": {code.value: count for code, count in kv.refused_codes.items()},
+            "failures": [str(reason) for reason in kv.failed],
+        }
+
+
 class Indexing(AbstractContextManager["Indexing"]):
     """A collection being indexed; models are loaded when the first file needs them.
 
-    asked: the settings that the user gave; an existing collection must agree with
-    them. progress: gets progress. rebuild: delete the collection once there is something to
-    replace it, and make it again, with its old settings where none are given. register_only:
-    register chunks without computing them.
+    settings: those that are given, with which an existing collection must agree. given: settings of
+    its engine in this run, by name. rebuild: delete the collection once there is something to
+    replace it, and make it again, with its old settings where none are given.
 
     Raises ConfigError when the collection does not agree, StoreError when it is damaged.
     """
@@ -75,34 +111,30 @@ class Indexing(AbstractContextManager["Indexing"]):
     def __init__(
         self,
         folder: Path,
-        asked: Mapping[str, Any],
+        settings: CollectionSettings,
+        given: Mapping[str, Any],
         progress: ProgressCallbacks,
         *,
-        placement: Placement | None = None,
         rebuild: bool = False,
-        register_only: bool = False,
     ) -> None:
         self.report = IndexReport()
-        self._folder = folder
-        self._progress = progress
-        self._placement = placement or Placement()
-        self._rebuild, self._register_only = rebuild, register_only
-        self._reader = FileReader()
+        self._settings, self._given = settings, given
+        self._folder, self._progress, self._rebuild = folder, progress, rebuild
         self._collection: Collection | None = None
-        self._models: _Models | None = None
-        self._skipped: set[Path] = set()
+        self._engine: Engine | None = None
         self._stored: set[str] = set()
+        self._cause, self._paused_until = Reason(ReasonCode.STORE_ERROR, ""), 0.0
         if rebuild:
-            asked = {**_chosen_before(folder, asked), **asked}
+            asked = settings.given()
+            self._settings = CollectionSettings(**{**_chosen_before(folder, asked), **asked})
         elif (folder / FILE_NAME).exists():
-            self._collection = Collection.open(folder)
-            _check_agreement(folder, self._collection.settings, asked)
-        self._choices = CollectionSettings(**asked)
+            self._collection = Collection(folder)
+            _check_agreement(self._collection, settings.given())
+            self._settings = self._collection.settings
 
     def __exit__(self, *_: object) -> None:
-        self._reader.close()
-        if self._models:
-            self._models.engine.close()
+        if self._engine:
+            self._engine.close()
         if self._collection:
             self._collection.close()
 
@@ -111,110 +143,29 @@ class Indexing(AbstractContextManager["Indexing"]):
     ) -> None:
         """Index the files found at ``paths``, and compute KV that earlier runs could not store.
 
-        prune: see remove_vanished. repair: see finish.
+        prune: delete documents below ``paths`` whose files are gone. repair: also check the stored
+        KV of each document that this run did not store, compute missing or damaged chunks, and drop
+        KV of no document from the collection's folder.
         """
-        self._note(found)
-        self.add(found.files)
-        self.remove_vanished(paths, found.files, prune=prune)
-        self.finish(repair=repair)
-        if len(self._skipped) > MOST_NAMED:
-            more = len(self._skipped) - MOST_NAMED
-            self._progress.warn(f"{more} more files skipped: --json names all, with the reasons")
-        if self._collection:
-            self.report.documents, self.report.chunks = self._collection.counts()
+        self.report.unknown = found.unknown
+        for path, reason in found.unopened:
+            self._skip(path, reason)
+        self._add_files(found.files)
+        if self._collection is not None:
+            self._look_for_vanished(self._collection, paths, found.files, prune=prune)
+            if repair or not self._settings.register_only:
+                self._finish(self._collection, repair=repair)
             left = self._collection.unfinished()
+            self.report.documents, self.report.chunks = self._collection.counts()
             self.report.unfinished_documents = len(left)
             self.report.unfinished_chunks = sum(left.values())
+        if more := max(0, len(self.report.skipped) - MOST_NAMED):
+            self._progress.warn(f"{more} more files skipped: --json names all, with the reasons")
 
-    def add(self, files: Sequence[Path]) -> None:
+    def _add_files(self, files: Sequence[Path]) -> None:
         """Index new and changed files."""
-        for new in self._new_files(files):
-            try:
-                self._add(new)
-            except UnreadableFileError as error:
-                self.skip(new.path, str(error))
-
-    def remove_vanished(self, paths: Iterable[Path], files: Iterable[Path], *, prune: bool) -> None:
-        """Find documents below ``paths`` whose files are gone; delete them if ``prune``."""
-        if self._collection is None:
-            return
-        there = {source_name(self._folder, path) for path in files}
-        above = [path.resolve() for path in paths]
-        for source in self._collection.content_hashes():
-            path = self._collection.path_of(source)
-            if source in there or not any(path.is_relative_to(folder) for folder in above):
-                continue
-            if not _is_gone(path):
-                continue
-            if not prune:
-                self.report.vanished += 1
-                continue
-            _, models = self._ready()
-            models.engine.evict_document(source)
-            self._collection.remove(source)
-            self.report.removed += 1
-
-    def finish(self, *, repair: bool) -> None:
-        """Compute the KV that earlier runs could not store.
-
-        repair: instead check the stored KV of each document that this run did not store, compute
-        missing or damaged chunks, and drop KV of no document from the collection's folder.
-        """
-        if self._register_only:
-            return
-        left = list(self._left_over(repair=repair))
-        task = self._files_task = self._progress.begin("documents whose KV is missing", len(left))
-        for document in left:
-            collection, models = self._ready()
-            task.note(document.document_id)
-            failed = 0
-            chunks = document.to_chunks()
-            for start in range(0, len(chunks), MOST_PART_CHUNKS):
-                part = chunks[start : start + MOST_PART_CHUNKS]
-                failed += models.storing.store(part, verify=repair)
-            collection.note_unfinished(document.document_id, failed)
-            task.advance()
-        task.end()
-        if repair and self._collection is not None and self._has_own_store(self._collection):
-            self.report.evicted_chunks = self._ready()[1].engine.evict_unregistered()
-
-    def _has_own_store(self, collection: Collection) -> bool:
-        """Whether no other collection keeps KV where this one does: in its folder."""
-        return collection.settings.engine == EMBEDDED and self._placement.store.tiers is None
-
-    def _left_over(self, *, repair: bool) -> Iterator[Document]:
-        """Read the documents to finish or, with ``repair``, to check."""
-        if self._collection is None:
-            return
-        all_of = self._collection.content_hashes() if repair else self._collection.unfinished()
-        for source in sorted(set(all_of) - self._stored):
-            yield self._collection.document(source)
-
-    def skip(self, path: Path, reason: str) -> None:
-        """Record a file that is not indexed; the first few get a warning."""
-        if path not in self._skipped:
-            self._skipped.add(path)
-            if len(self._skipped) <= MOST_NAMED:
-                self._progress.warn(f"{path} skipped: {reason}")
-        self.report.skipped.append({"path": str(path), "reason": reason})
-
-    def _note_file(self, path: Path, note: str) -> None:
-        """Warn about a file that is indexed, but perhaps not as its owner expects."""
-        if note:
-            self.report.notes.append({"path": str(path), "note": note})
-            if len(self.report.notes) <= MOST_NAMED:
-                self._progress.warn(f"{path}: {note}")
-
-    def _note(self, found: FoundFiles) -> None:
-        """Record the files that are not indexed."""
-        self.report.unknown = found.unknown
-        for folder, reason in found.unopened:
-            self.skip(folder, reason)
-
-    def _new_files(self, files: Sequence[Path]) -> Iterator[_NewFile]:
-        """Read new and changed files, one after another."""
         known = self._collection.content_hashes() if self._collection else {}
-        task = self._files_task = self._progress.begin("files", len(files))
+        task = self._progress.begin("files", len(files))
         for path in files:
             source = source_name(self._folder, path)
             try:
@@ -223,154 +174,167 @@ class Indexing(AbstractContextManager["Indexing"]):
                     self.report.unchanged += 1
                 else:
                     task.note(f"reading {source}")
-                    found = self._reader.read(path)
-                    self._note_file(path, found.note)
-                    yield _NewFile(path, source, content_hash, found.text, source in known)
+                    self._add(path, source, content_hash)
+                    task.note(self.report.pace)
+                    self.report.changed += source in known
+                    self.report.added += source not in known
             except UnreadableFileError as error:
-                self.skip(path, str(error))
+                self._skip(path, str(error))
             task.advance()
         task.end()
 
-    def _add(self, new: _NewFile) -> None:
-        collection, models = self._ready()
+    def _add(self, path: Path, source: str, content_hash: str) -> None:
+        """Store a file's KV, then write the document; raises UnreadableFileError.
+
+        Each chunk is embedded together with its file's name, which often adds context: who "she"
+        is, which product a manual is about. Prompts do not contain the name.
+        """
+        read = read_file(path)
+        if read.note:
+            self.report.notes.append({"path": str(path), "note": read.note})
+            if len(self.report.notes) <= MOST_NAMED:
+                self._progress.warn(f"{path}: {read.note}")
+        collection, engine = self._ready()
         try:
-            document = Document(new.source, tuple(models.split(new.text)))
+            document = Document(source, tuple(self._splitter.split_text(read.text)))
         except (ValueError, PromptError) as error:
             raise UnreadableFileError(f"cannot be split: {error}") from error
-        vectors, unfinished = self._precompute(document, models)
-        collection.replace(document, new.content_hash, vectors, unfinished=unfinished)
-        self._stored.add(document.document_id)
-        if new.is_known:
-            self.report.changed += 1
+        title = NAME_BREAKS.sub(" ", Path(source).stem)
+        vectors = self._embedder.embed([f"{title}\n{text}" for text in document.chunks])
+        chunks, unfinished = document.to_chunks(), 0
+        if self._settings.register_only:
+            known = engine.precompute([document], progress=False, register_only=True)
+            self.report.kv += known
         else:
-            self.report.added += 1
+            unfinished = self._store(title[:30], chunks)
+            # The document replaces the file's earlier version.
+            engine.evict_document(source, document.collection, kept=chunks)
+            self._stored.add(source)
+        collection.replace(document, content_hash, vectors, unfinished=unfinished)
 
-    def _precompute(self, document: Document, models: _Models) -> tuple[Vectors, int]:
-        """Embed the chunks and store their KV, one part at a time.
+    def _store(self, name: str, chunks: Sequence[Chunk], *, verify: bool = False) -> int:
+        """Store a document's KV, one part at a time; returns how many chunks' could not be stored.
 
-        Returns the vectors, and how many chunks lack KV that could not be stored. Each chunk is
-        embedded together with its file's name, which often adds context: who "she" is,
-        which product a manual is about. Prompts do not contain the name.
+        verify: stored chunks are read and checked, and recomputed if damaged. After a part of which
+        nothing was stored because a tier failed, chunks are only registered for PAUSE_SECONDS.
         """
-        chunks = document.to_chunks()
-        title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
-        task = self._progress.begin(title[:SHOWN_CHARACTERS], len(chunks))
-        vectors: list[Vectors] = []
-        count, unfinished = FIRST_PART_CHUNKS, 0
-        while part := chunks[sum(map(len, vectors)) :][:count]:
-            started = time.perf_counter()
-            task.note("embedding")
-            vectors.append(models.embedder.embed([f"{title}\n{chunk.text}" for chunk in part]))
-            if not self._register_only:
-                task.note("computing")
-                unfinished += models.storing.store(part)
-                self._files_task.note(self.report.pace)
+        _, engine = self._ready()
+        task, unfinished = self._progress.begin(name, len(chunks)), 0
+        for start in range(0, len(chunks), PART_CHUNKS):
+            part = chunks[start : start + PART_CHUNKS]
+            if time.monotonic() < self._paused_until:
+                engine.register(chunk for chunk in part if chunk.text.strip())
+                failed = {self._cause: len(part)}
+                done = PrecomputeReport(refused=failed, failed=failed)
+            else:
+                done = engine.precompute(part, progress=False, verify=verify)
+                lasting = [cause for cause in done.failed if cause.code != ReasonCode.NO_ROOM]
+                if lasting and not done.computed:
+                    self._cause, self._paused_until = lasting[0], time.monotonic() + PAUSE_SECONDS
+            self.report.kv += done
+            unfinished += sum(done.failed.values())
             task.advance(len(part))
-            count = _next_count(count, time.perf_counter() - started)
-        # The document replaces the file's earlier version.
-        if self._register_only:
-            done = models.engine.precompute([document], progress=False, register_only=True)
-            self.report.registered_chunks += done.registered
-        else:
-            models.engine.evict_document(document.document_id, document.collection, kept=chunks)
         task.end()
-        import numpy as np
+        return unfinished
 
-        return np.concatenate(vectors), unfinished
+    def _look_for_vanished(
+        self, collection: Collection, paths: Iterable[Path], files: Iterable[Path], *, prune: bool
+    ) -> None:
+        """Find documents below ``paths`` whose files are gone; delete them if ``prune``."""
+        there = {source_name(self._folder, path) for path in files}
+        above = [path.resolve() for path in paths]
+        for source in sorted(collection.content_hashes().keys() - there):
+            path = collection.path_of(source)
+            if not any(path.is_relative_to(one) for one in above) or not _is_gone(path):
+                continue
+            if prune:
+                self._ready()[1].evict_document(source)
+                collection.remove(source)
+            self.report.removed += prune
+            self.report.vanished += not prune
 
-    def _ready(self) -> tuple[Collection, _Models]:
+    def _finish(self, collection: Collection, *, repair: bool) -> None:
+        """Compute the KV that earlier runs could not store; repair: see ``run``."""
+        wanted = collection.content_hashes() if repair else collection.unfinished()
+        sources = wanted.keys() - self._stored
+        documents = collection.load()[0] if sources else ()
+        left = [one for one in documents if one.document_id in sources]
+        task = self._progress.begin("documents whose KV is missing", len(left))
+        for document in left:
+            source = document.document_id
+            task.note(source)
+            failed = self._store(source[-30:], document.to_chunks(), verify=repair)
+            collection.note_unfinished(source, failed)
+            task.advance()
+        task.end()
+        # Nobody else keeps KV in the collection's folder.
+        own = self._settings.engine == EMBEDDED and self._given.get("tiers") is None
+        if repair and own:
+            self.report.evicted_chunks = self._ready()[1].evict_unregistered()
+
+    def _skip(self, path: Path, reason: str) -> None:
+        """Record a file that is not indexed; the first few get a warning."""
+        self.report.skipped.append({"path": str(path), "reason": reason})
+        if len(self.report.skipped) <= MOST_NAMED:
+            self._progress.warn(f"{path} skipped: {reason}")
+
+    def _ready(self) -> tuple[Collection, Engine]:
         """Load the models, and create the collection if there is none."""
-        if self._collection is not None and self._models is not None:
-            return self._collection, self._models
+        if self._collection is not None and self._engine is not None:
+            return self._collection, self._engine
+        settings = self._settings
         with self._progress.phase("loading the libraries"):
             quiet_libraries()
-        if self._collection is None:
-            settings = with_lead_in(self._choices)
-            if self._rebuild:
-                clear(self._folder)
-            with self._progress.phase(f"loading the model {settings.model}"):
-                settings, engine = open_new(self._folder, settings, self._placement)
-            try:  # a server may have reduced the context window
-                checks.check_fits(settings.chunk_size, engine.context_window, settings.model)
-            except ConfigError:
-                engine.close()
-                raise
-            self._models = self._load(engine, settings)
-            self._collection = Collection.create(self._folder, settings)
-        else:
-            settings = self._collection.settings
-            checks.check_model(settings.model)
-            with self._progress.phase(f"loading the model {settings.model}"):
-                engine = open_known(self._folder, settings, self._placement)
-            self._models = self._load(engine, settings)
-        return self._collection, self._models
-
-    def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
-        """Load the embedding model and the splitter for an engine."""
+            from llama_index.core.node_parser import SentenceSplitter
         with self._progress.phase(f"loading the embedding model {settings.embedding_model}"):
-            embedder = Embedder(settings.embedding_model, EXTRA)
-        split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
-        config = text_config(settings.model)
-        import torch
-
-        from cacheblend_rag.engines.transformers import loading
-
-        device = loading.pick_device(self._placement.device)
-        named = loading.named_dtype(settings.dtype) if settings.dtype else None
-        dtype = named or loading.default_dtype(config, device) or torch.float32
-        storing = KVStoring(engine, self.report, kv_bytes_per_token(config, dtype))
-        return _Models(engine, embedder, split, storing)
-
-
-@dataclass(frozen=True)
-class _NewFile:
-    """A file to index, and whether the collection holds an older version of it."""
-
-    path: Path
-    source: str
-    content_hash: str
-    text: str
-    is_known: bool
-
-
-@dataclass(frozen=True)
-class _Models:
-    engine: Engine
-    embedder: Embedder
-    split: Callable[[str], list[str]]
-    storing: KVStoring
+            self._embedder = Embedder(settings.embedding_model, EXTRA)
+        with self._progress.phase(f"loading the model {settings.model}"):
+            if self._collection is not None:
+                checks.check_model(settings.model)
+                self._engine = self._collection.open_engine(self._given)
+            else:
+                load_tokenizer(settings.model)  # before anything is deleted
+                if self._rebuild:
+                    clear(self._folder)
+                self._engine = open_quietly(settings.engine_config(self._folder, self._given))
+        engine, size = self._engine, settings.chunk_size
+        # A server may have reduced the context window.
+        checks.check_chunk_size("chunk_size", size, settings.model, engine.context_window)
+        if self._collection is None:
+            settings = settings.with_changes(dtype=engine.dtype or settings.dtype)
+            self._collection = Collection.create(self._folder, settings, engine.fingerprint)
+        self._splitter = SentenceSplitter(
+            chunk_size=size,
+            chunk_overlap=settings.chunk_overlap,
+            tokenizer=engine.tokenize,
+            paragraph_separator=PARAGRAPH,
+        )
+        return self._collection, engine
 
 
 def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return a collection's settings; empty if there is none or it is damaged.
 
-    Settings that depend on its model are left out if another model is given.
+    The precision is left out if another model is given.
     """
     try:
-        with Collection.open(folder) as before:
-            chosen: dict[str, Any] = before.settings.chosen()
+        with Collection(folder) as before:
+            chosen = before.settings.model_dump()
     except StoreError:
         return {}
-    model = chosen["model"]
-    if asked.get("model", model) != model:
+    if asked.get("model", chosen["model"]) != chosen["model"]:
         del chosen["dtype"]
     return chosen
 
 
-def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[str, Any]) -> None:
-    there = settings.chosen()
+def _check_agreement(collection: Collection, asked: Mapping[str, Any]) -> None:
     for name, value in asked.items():
-        if value != there[name]:
-            option = f"--{name.replace('_', '-')}"
+        there = getattr(collection.settings, name)
+        if value != there:
             raise ConfigError(
-                f"{folder} was indexed with {option} {there[name]!r}, not {value!r}: leave the "
-                "option out, index with --rebuild, or --into another folder"
+                f"{collection.folder} was indexed with {name}={there!r}, not {value!r}: leave it "
+                "out, index with --rebuild, or --into another folder"
             )
-
-
-def _next_count(count: int, seconds: float) -> int:
-    """Return how many chunks to compute at once, so that progress shows every few seconds."""
-    return min(2 * count, MOST_PART_CHUNKS) if seconds < PART_SECONDS else max(count // 2, 1)
 
 
 def _content_hash(path: Path) -> str:

@@ -80,12 +80,3 @@ class Source:
             "score": self.score,
             "text": self.chunk.text,
         }
-
-
-def arranged(found: Sequence[Source], order: PassageOrder) -> list[Source]:
-    """Return sources, given best first, in the order for the prompt."""
-    return order.arrange(
-        found,
-        document_of=lambda source: source.chunk.document_id,
-        positions_of=lambda sources: [source.position for source in sources],
-    )

@@ -1,27 +1,22 @@
-"""Finds files, reads their text, and splits it by tokens."""
+"""Finds files, and reads their text."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
 
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 from cacheblend_rag.rag import extracting
-from cacheblend_rag.rag.extracting import PARAGRAPH, Extracted
+from cacheblend_rag.rag.extracting import Extracted
 
 EXTRA = "rag"
 FILE_SECONDS = 60.0
-CRASHED = "ends the process that reads it"
 
 
 class UnreadableFileError(CacheBlendError):
@@ -58,110 +53,47 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
 
     for path in paths:
         walked = path.resolve() if os.path.isdir(path) else None  # False where it may not look
-        if walked:
-            found: Iterable[Path] = _walk(walked, leave_out.resolve(), refused)
-        else:
-            found = [path.parent.resolve() / path.name]
-        for file in found:
+        found: Iterable[Path] = [path.parent.resolve() / path.name]
+        for file in _walk(walked, leave_out.resolve(), refused) if walked else found:
             if not os.path.isfile(file):
                 if reason := _no_file(file):
                     unopened.append((file, reason))
-                continue
-            if walked and not file.resolve().is_relative_to(walked):
+            elif walked and not file.resolve().is_relative_to(walked):
                 unopened.append((file, "is a link that leads out of the folder"))
-                continue
-            if file.suffix.lower() in extracting.EXTRACTORS:
+            elif file.suffix.lower() in extracting.EXTRACTORS:
                 files[file] = None
             else:
                 unknown.add(file)
     return FoundFiles(tuple(files), len(unknown), tuple(unopened))
 
 
-class FileReader(AbstractContextManager["FileReader"]):
-    """Reads files' text in a separate process, which hostile files may crash.
+def read_file(path: Path, seconds: float = FILE_SECONDS) -> Extracted:
+    """Return a file's text; PDF and HTML are parsed in a process that hostile files may crash.
 
-    seconds: limit per file.
+    Raises UnreadableFileError when the file cannot be read, holds no text, is too large or takes
+    longer than ``seconds``, MissingExtraError without the extra ``rag``.
     """
-
-    def __init__(self, seconds: float = FILE_SECONDS) -> None:
-        self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def read(self, path: Path) -> Extracted:
-        """Return a file's text.
-
-        Raises UnreadableFileError when the file cannot be read, holds no text, is too large or
-        takes too long, MissingExtraError without the extra ``rag``.
-        """
-        try:
-            answer = self._ask(path)
-        except BaseException:
-            self.close()
-            raise
-        if "missing" in answer:
-            raise MissingExtraError("reading documents", EXTRA)
-        if "text" not in answer:
-            raise UnreadableFileError(answer["problem"])
-        return Extracted(**answer)
-
-    def close(self) -> None:
-        """Kill the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ask(self, path: Path) -> dict[str, str]:
-        process = self._process = self._process or subprocess.Popen(  # noqa: S603
-            # -P: no module is imported from the current folder.
-            [sys.executable, "-P", "-m", extracting.__name__],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        questions, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
-        deadline = time.monotonic() + self._seconds
-        try:
-            questions.write(json.dumps(str(path)).encode() + b"\n")
-        except BrokenPipeError:
-            raise UnreadableFileError(CRASHED) from None
-        said = bytearray()
-        while not said.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([answers], [], [], left)[0]:
-                raise UnreadableFileError(f"takes longer than {self._seconds:g} s to read")
-            part = os.read(answers.fileno(), 1 << 20)
-            if not part:
-                raise UnreadableFileError(CRASHED)
-            said += part
-        answer: dict[str, str] = json.loads(said)
-        return answer
+    answer = extracting.answer(path) if extracting.is_plain(path) else _parsed(path, seconds)
+    if "missing" in answer:
+        raise MissingExtraError("reading documents", EXTRA)
+    if "text" not in answer:
+        raise UnreadableFileError(answer["problem"])
+    return Extracted(**answer)
 
 
-def make_splitter(
-    tokenize: Callable[[str], Sequence[int]], chunk_size: int, chunk_overlap: int
-) -> Callable[[str], list[str]]:
-    """Return a function that splits text at paragraphs, sentences and, last, words.
-
-    chunk_size, chunk_overlap: in tokens of ``tokenize``. Raises MissingExtraError.
-    """
+def _parsed(path: Path, seconds: float) -> dict[str, str]:
+    # -P: no module is imported from the current folder.
+    command = [sys.executable, "-P", "-m", extracting.__name__, os.path.abspath(path)]
     try:
-        from llama_index.core.node_parser import SentenceSplitter
-    except ImportError as error:
-        raise MissingExtraError("splitting documents", EXTRA) from error
-    splitter: Any = SentenceSplitter(
-        chunk_size=chunk_size,
-        chunk_overlap=chunk_overlap,
-        tokenizer=tokenize,
-        paragraph_separator=PARAGRAPH,
-    )
-
-    split: Callable[[str], list[str]] = splitter.split_text
-    return split
+        done = subprocess.run(  # noqa: S603
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=seconds, check=True
+        )
+    except subprocess.TimeoutExpired:
+        raise UnreadableFileError(f"takes longer than {seconds:g} s to read") from None
+    except subprocess.CalledProcessError:
+        raise UnreadableFileError("ends the process that reads it") from None
+    answer: dict[str, str] = json.loads(done.stdout)
+    return answer
 
 
 def _no_file(path: Path) -> str | None:

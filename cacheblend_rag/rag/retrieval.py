@@ -1,4 +1,4 @@
-"""Retrieval by embedding: embeds texts and searches their vectors (FAISS)."""
+"""Retrieval by embedding: embeds texts and searches their vectors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
+from cacheblend_rag.rag import BUNDLED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +31,6 @@ SHORT_WORDS = 3
 RARE_SHARE, MOST_RARE_WORDS = 0.02, 16
 MOST_COUNTED = 5000
 """So many passages are counted, at most, to know which words are rare."""
-BUNDLED = "bundled"
 MAX_TOKENS = 256
 BATCH_TEXTS = 32
 
@@ -55,16 +55,16 @@ class Embedder:
 
 
 class VectorSearch:
-    """Unit vectors, (texts, dimensions), searched by cosine. Raises MissingExtraError."""
+    """Unit vectors, (texts, dimensions), searched by cosine."""
 
-    def __init__(self, vectors: Vectors, extra: str = "demo") -> None:
-        self._index = _import_faiss(extra).IndexFlatIP(vectors.shape[1])
-        self._index.add(vectors)
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
 
     def nearest(self, vector: Vectors, count: int) -> list[tuple[int, float]]:
         """Return (index, cosine) of the ``count`` nearest, best first."""
-        scores, places = self._index.search(vector[None], min(count, self._index.ntotal))
-        return list(zip(places[0].tolist(), scores[0].tolist(), strict=True))
+        scores = self._vectors @ vector
+        best = (-scores).argsort(kind="stable")[:count]
+        return list(zip(best.tolist(), scores[best].tolist(), strict=True))
 
 
 class FollowUps:
@@ -100,14 +100,6 @@ class FollowUps:
     def _counts(self) -> Counter[str]:
         """In how many texts each word stands."""
         return Counter(word for text in self._texts for word in set(WORD.findall(text.lower())))
-
-
-def _import_faiss(extra: str) -> Any:
-    try:
-        import faiss
-    except ImportError as error:
-        raise MissingExtraError("retrieval", extra) from error
-    return faiss
 
 
 def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
@@ -149,8 +141,6 @@ def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
 
 
 def _sentence_transformer(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
-    import numpy as np
-
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -161,10 +151,8 @@ def _sentence_transformer(name: str, extra: str) -> Callable[[Sequence[str]], Ve
         raise ModelLoadError(f"embedding model {name!r} could not be loaded: {error}") from error
 
     def embed(texts: Sequence[str]) -> Vectors:
-        vectors: Vectors = np.asarray(
-            model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False),
-            dtype=np.float32,
-        )
+        found = model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        vectors: Vectors = found.astype("float32")
         return vectors
 
     return embed

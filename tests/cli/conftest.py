@@ -98,7 +98,7 @@ def indexed(tmp_path_factory):
     """A collection of eight notes of the demo's corpus, and four questions about them."""
     folder = tmp_path_factory.mktemp("indexed")
     asked = write_notes(folder / "notes", count=8, questions=4)
-    into = ["--into", folder / "collection", "--model", TOY, "--chunk-size", 128]
+    into = ["--into", folder / "collection", "--model", TOY, "--set", "chunk_size=128"]
     arguments = ["index", folder / "notes", *into]
     with single_thread():
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

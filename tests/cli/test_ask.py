@@ -8,8 +8,8 @@ import pytest
 
 from cacheblend_rag.cli.asking import report_lines
 from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
+from cacheblend_rag.rag import FILE_NAME
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.collection import FILE_NAME
 from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
@@ -37,7 +37,7 @@ def asker(indexed):
 def test_questions_are_answered_from_reused_passages(ask, indexed):
     right = 0
     for item in indexed[1]:
-        found = ask(item.question, "--ratio", 0, "--json").json
+        found = ask(item.question, "--set", "recompute_ratio=0", "--json").json
         right += found["answer"] == item.answer
         report = found["report"]
         assert report["blended"]
@@ -95,7 +95,7 @@ def test_that_nothing_was_recomputed_is_explained():
 
 def test_compare_answers_both_ways_greedily_whatever_the_model_says(ask, indexed, drawn_with):
     question = indexed[1][0].question
-    found = ask(question, "--compare", "--json", "--ratio", 1).json
+    found = ask(question, "--compare", "--json", "--set", "recompute_ratio=1").json
     assert len(drawn_with) == 4, "two of them warm up"
     assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
     assert found["full"]["report"]["reused_tokens"] == 0
@@ -112,27 +112,24 @@ def test_compare_answers_both_ways_greedily_whatever_the_model_says(ask, indexed
 
 def test_the_models_own_sampling_is_followed_unless_options_say_otherwise(ask, indexed, drawn_with):
     question = indexed[1][0].question
-    said = ask(question, "--json", "--seed", 3).json["sampling"]
+    said = ask(question, "--json", "--set", "seed=3").json["sampling"]
     own = (said["temperature"], said["top_p"], said["top_k"], said["repetition_penalty"])
     assert (own, said["seed"]) == ((5.0, 0.9, 50, 3.0), 3)
-    given = {
-        "--temperature": 0.5, "--top-p": 0.8, "--seed": 4, "--max-tokens": 5,
-    }  # fmt: skip
-    arguments = [part for option in given.items() for part in option]
+    given = {"temperature": 0.5, "top_p": 0.8, "seed": 4, "max_tokens": 5}
+    arguments = [part for name in given for part in ("--set", f"{name}={given[name]}")]
     said = ask(question, "--json", *arguments).json["sampling"]
-    names = ("temperature", "top_p", "seed", "max_tokens")
-    assert [said[name] for name in names] == [*given.values()]
+    assert {name: said[name] for name in given} == given
     assert [drawn.seed for drawn in drawn_with] == [3, 4]
 
 
 def test_a_profile_is_used_unless_options_say_otherwise(ask, indexed, tmp_path):
     (tmp_path / "mine.toml").write_text('[blend]\nselector = "prior"\nrecompute_ratio = 0.5\n')
-    asked = indexed[1][0].question, "--profile", tmp_path / "mine.toml"
+    asked = indexed[1][0].question, "--set", f"profile={tmp_path / 'mine.toml'}"
     report = ask(*asked, "--json").json["report"]
     assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.5)
-    report = ask(*asked, "--ratio", 0.25, "--json").json["report"]
+    report = ask(*asked, "--set", "recompute_ratio=0.25", "--json").json["report"]
     assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.25)
-    outcome = ask(indexed[1][0].question, "--profile", tmp_path / "none.toml")
+    outcome = ask(indexed[1][0].question, "--set", f"profile={tmp_path / 'none.toml'}")
     assert outcome.code == 2
     assert "none.toml' must be quality, balanced, speed or a TOML file" in outcome.stderr
 
@@ -144,8 +141,11 @@ def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(a
     assert len(asker.retrieve("anything", 1000, PassageOrder.SCORE)) > 8
 
 
-def test_a_prompt_without_room_is_told(ask, indexed):
-    outcome = ask(indexed[1][0].question, "--top-k", 1000, "--max-tokens", 4000, "--json")
+def test_questions_may_hold_anything_and_a_prompt_without_room_is_told(ask, indexed):
+    outcome = ask("What {about} \x07 \ud800 [bold]this[/bold]?", "--json")
+    assert outcome.code == 0
+    assert "{about}" in outcome.json["question"]
+    outcome = ask(indexed[1][0].question, "--top-k", 1000, "--set", "max_tokens=4000", "--json")
     assert outcome.code == 0
     outcome = ask("Who? " * 5000)
     assert outcome.code == 2
@@ -161,9 +161,3 @@ def test_vectors_of_another_embedding_model_are_one_line(cli, own):
     assert outcome.code == 2
     assert outcome.stderr.count("\n") == 1
     assert "--rebuild" in outcome.stderr
-
-
-def test_questions_may_hold_anything(ask):
-    outcome = ask("What {about} \x07 \ud800 [bold]this[/bold]?", "--json")
-    assert outcome.code == 0
-    assert "{about}" in outcome.json["question"]

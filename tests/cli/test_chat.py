@@ -38,7 +38,7 @@ def remarks(result):
 def test_each_line_is_a_question_and_stdout_holds_the_answers(chat, indexed):
     asked = indexed[1][:2]
     lines = [line for item in asked for line in (item.question, "", "/reset")]
-    result = chat(*lines, options=["--ratio", 0])
+    result = chat(*lines, options=["--set", "recompute_ratio=0"])
     assert result.stdout.splitlines() == [item.answer for item in asked]
     assert [turns for _, turns, *_ in remarks(result)] == [0, 0]
 
@@ -94,7 +94,8 @@ def test_ctrl_c_stops_the_answer_not_the_program(chat, indexed, monkeypatch):
 
 def test_sampling_options_reach_each_answer(chat, indexed, drawn_with):
     questions = [item.question for item in indexed[1][:2]]
-    chat(*questions, options=["--max-tokens", 4, "--top-p", 0.7, "--seed", 3])
+    given = ("max_tokens=4", "top_p=0.7", "seed=3")
+    chat(*questions, options=[part for one in given for part in ("--set", one)])
     assert [(one.top_p, one.seed, one.max_tokens) for one in drawn_with] == [(0.7, 3, 4)] * 2
     assert {(one.temperature, one.repetition_penalty) for one in drawn_with} == {(5.0, 3.0)}
 
@@ -102,20 +103,16 @@ def test_sampling_options_reach_each_answer(chat, indexed, drawn_with):
 def test_a_conversation_goes_on_from_its_file(chat, indexed, tmp_path):
     questions = [item.question for item in indexed[1][:3]]
     talk = tmp_path / "talk.json"
-    first = chat(*questions[:2], options=["--ratio", 0, "--resume", talk])
-    again = chat(questions[2], "/report", options=["--ratio", 0, "--resume", talk])
+    first = chat(*questions[:2], options=["--set", "recompute_ratio=0", "--resume", talk])
+    again = chat(questions[2], "/report", options=["--set", "recompute_ratio=0", "--resume", talk])
     assert [turns for _, turns, *_ in remarks(first)] == [0, 1]
     assert [turns for _, turns, *_ in remarks(again)] == [2]
     assert "parts of earlier turns: " in again.stdout
     assert "reused from disk" in again.stdout.partition("parts of earlier turns: ")[2]
     chat("/reset", options=["--resume", talk])
-    anew = chat(questions[0], options=["--ratio", 0, "--resume", talk])
+    anew = chat(questions[0], options=["--set", "recompute_ratio=0", "--resume", talk])
     assert [turns for _, turns, *_ in remarks(anew)] == [0]
-
-
-def test_a_file_that_holds_no_conversation_is_one_line(indexed, tmp_path):
-    (tmp_path / "talk.json").write_text("{}")
-    arguments = ["ask", "--from", str(indexed[0]), "--resume", str(tmp_path / "talk.json")]
-    result = CliRunner().invoke(app, arguments, input="")
-    assert result.exit_code == 2
-    assert "not a saved conversation" in result.stderr
+    talk.write_text("{}")
+    refused = CliRunner().invoke(app, ["ask", "--from", str(indexed[0]), "--resume", str(talk)])
+    assert refused.exit_code == 2
+    assert "not a saved conversation" in refused.stderr

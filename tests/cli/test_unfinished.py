@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.rag import index_report, indexing
-from cacheblend_rag.rag.collection import KV_NAME, Collection
-from cacheblend_rag.rag.index_report import IndexReport, KVStoring
-from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.rag import KV_NAME, indexing
+from cacheblend_rag.rag.collection import Collection
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
-from cacheblend_rag.text.chunk import Chunk
 from tests.cli.documents import write_notes
 from tests.cli.test_index import LetterEmbedder
 from tests.local_servers import redis_server, redis_url
 from tests.toy import TOY
 
-OPTIONS = ("--model", TOY, "--chunk-size", 64)
+OPTIONS = ("--model", TOY, "--set", "chunk_size=64")
 Index = Callable[..., Any]
 
 
@@ -49,7 +46,7 @@ def index(cli: Any, into: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def unfinished(into: Path) -> dict[str, int]:
-    with Collection.open(into) as collection:
+    with Collection(into) as collection:
         return collection.unfinished()
 
 
@@ -67,7 +64,7 @@ def test_a_redis_that_is_down_leaves_documents_unfinished_until_it_is_up(
     with redis_server() as server:
         url = redis_url(server, "").rstrip("?")
         server.kill()
-        down = index(notes, "--store", f"tiers={url}")
+        down = index(notes, "--set", f"tiers={url}")
         assert down.code == 1
         found = down.json
         assert (found["added"], found["documents"], found["computed_chunks"]) == (4, 4, 0)
@@ -81,14 +78,14 @@ def test_a_redis_that_is_down_leaves_documents_unfinished_until_it_is_up(
         assert said.startswith(f"cacheblend-rag: {count} chunks of 4 documents have no KV ({cause}")
         assert said.endswith("the same command computes it once that is fixed")
         server.start()
-        up = index(notes, "--store", f"tiers={url}")
+        up = index(notes, "--set", f"tiers={url}")
         assert (up.code, up.stderr) == (0, "")
         again = up.json
         assert (again["unchanged"], again["computed_chunks"]) == (4, count)
         assert (again["unfinished_chunks"], again["refused_chunks"]) == (0, {})
         with TieredKVStore([open_tier(TierUrl(url), "cpu")]) as store:
             assert len(store.keys()) == count
-        third = index(notes, "--store", f"tiers={url}").json
+        third = index(notes, "--set", f"tiers={url}").json
         assert (third["computed_chunks"], third["stored_chunks"]) == (0, 0), "nothing is left"
 
 
@@ -133,7 +130,7 @@ def test_repair_computes_what_was_lost_or_damaged_and_nothing_else(
 def test_repair_computes_what_was_only_registered_and_knows_chunks_again(
     index: Index, into: Path, notes: Path
 ) -> None:
-    chunks = index(notes, "--register-only").json["chunks"]
+    chunks = index(notes, "--set", "register_only=true").json["chunks"]
     for path in (into / KV_NAME).glob("*.sqlite*"):
         path.unlink()
     (notes / "new.txt").write_text("A new text.")
@@ -159,64 +156,20 @@ def test_what_repair_cannot_read_stays_unfinished(
     assert index("--repair").json["unfinished_chunks"] == 0
 
 
-LACK = Reason(ReasonCode.NO_ROOM, "no room: 3 MiB")
-GONE = Reason(ReasonCode.STORE_ERROR, "redis tier: gone")
+def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(
+    index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precompute, asked = TransformersEngine.precompute, []
 
+    def noted(engine: Any, chunks: Any, **options: Any) -> Any:
+        asked.append(len(chunks))
+        return precompute(engine, chunks, **options)
 
-class Failing:
-    """An engine that cannot store anything: notes what it was to compute."""
-
-    def __init__(self, *causes: Reason) -> None:
-        self.causes, self.asked, self.known = causes, 0, list[Chunk]()
-
-    def register(self, chunks: Iterable[Chunk]) -> None:
-        self.known += chunks
-
-    def precompute(self, chunks: Sequence[Chunk], **_: Any) -> PrecomputeReport:
-        self.asked += len(chunks)
-        self.register(chunks)
-        counts = {cause: len(chunks) // len(self.causes) for cause in self.causes}
-        return PrecomputeReport(refused=counts, failed=counts)
-
-
-@pytest.mark.parametrize(("cause", "asked"), [(GONE, 4), (LACK, 10)])
-def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: Reason, asked: int) -> None:
-    """A lack of memory is one chunk's: the next one may be shorter."""
-    engine: Any = Failing(cause)
-    report, now = IndexReport(), [0.0]
-    storing = KVStoring(engine, report, 8, lambda: now[0])
-    chunks = [Chunk("text")] * 2
-    failed = 0
-    for seconds in (0.0, 0.1, 0.1, index_report.PAUSE_SECONDS, 0.1):
-        now[0] += seconds
-        failed += storing.store(chunks)
-    assert (failed, engine.asked) == (10, asked)
-    assert len(engine.known) == 10, "what is not computed is known all the same"
-    assert (report.refused_chunks, report.failures) == ({cause: 10}, [cause])
-    assert report.refused_codes == {cause.code: 10}
-
-
-def test_unfinished_documents_are_noted_with_the_document(tmp_path: Path) -> None:
-    from tests.rag.test_collection import ONE, SETTINGS, TWO, change, vectors
-
-    with Collection.create(tmp_path, SETTINGS) as collection:
-        assert collection.unfinished() == {}
-        collection.replace(TWO, "two", vectors(2), unfinished=2)
-        collection.replace(ONE, "one", vectors(1))
-        assert collection.unfinished() == {TWO.document_id: 2}
-        assert collection.document(TWO.document_id) == TWO
-        collection.note_unfinished(TWO.document_id, 1)
-        collection.note_unfinished(ONE.document_id, 1)
-        assert collection.unfinished() == {ONE.document_id: 1, TWO.document_id: 1}
-        collection.replace(TWO, "other", vectors(2))
-        collection.remove(ONE.document_id)
-        assert collection.unfinished() == {}
-        with pytest.raises(StoreError, match=r"the chunks of 'docs/one.md' are broken"):
-            collection.document(ONE.document_id)
-        collection.note_unfinished(TWO.document_id, 1)
-    change(tmp_path, ("UPDATE unfinished SET chunks = 'all'", ()))
-    with (
-        Collection.open(tmp_path) as collection,
-        pytest.raises(StoreError, match="list of unfinished documents is broken"),
-    ):
-        collection.unfinished()
+    monkeypatch.setattr(TransformersEngine, "precompute", noted)
+    with monkeypatch.context() as full:
+        full.setattr(disk, "write_parts", no_room)
+        found = index(notes).json
+    assert len(asked) == 1
+    assert found["refused_chunks"] == {"disk tier: No space left on device": found["chunks"]}
+    with Collection(into) as collection, closing(collection.open_engine({})) as engine:
+        assert len(engine.registry) == found["chunks"], "what is not computed is known all the same"

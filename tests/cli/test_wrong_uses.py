@@ -8,17 +8,16 @@ import huggingface_hub.constants
 import pytest
 from transformers import AutoTokenizer
 
-from cacheblend_rag.cli import serve_vllm
+from cacheblend_rag.cli import ask_document, serve_vllm
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.rag import answering, checks, indexing, retrieval
-from cacheblend_rag.rag.collection import KV_NAME
-from cacheblend_rag.rag.readers import FileReader
+from cacheblend_rag.rag import KV_NAME, answering, checks, indexing, retrieval
 from tests.toy import TOY
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("ask", "--from", "{collection}")
-DOCUMENT = ("ask", "--document", "{file}.txt", "--model", TOY, "--kv-path", "{new}")
+SET_TOY = ("--set", f"model={TOY}")
+DOCUMENT = ("ask", "--document", "{file}.txt", *SET_TOY, "--set", "kv_path={new}")
 DOCTOR = ("doctor", "--from", "{collection}", "--question", "Who?")
 DOCTOR_DEMO = ("doctor", TOY, "--prompt", "{file}")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
@@ -31,22 +30,22 @@ WRONG = {
     ("inde",): "no such command 'inde'. Did you mean 'index'",
     (*CHAT, "--compare"): "--compare: for one question only",
     (*CHAT, "--json"): "--json: for one question only",
-    (*CHAT, "--window", "3"): "--window: for a document only, give --document FILE",
+    (*CHAT, "--set", "window=3"): "unknown setting 'window'",
     (*ASK, "--resume", "{new}"): "--resume: goes on with a chat",
     ("index",): "missing argument 'PATH...'",
     (*ASK, "--topk", "3"): "no such option: --topk",
     (*ASK, "--top-k"): "'--top-k' requires an argument",
     (*ASK, "--top-k", "many"): "invalid value for '--top-k'",
     (*ASK, "--top-k", "0"): "invalid value for '--top-k'",
-    (*ASK, "--max-tokens", "0"): "'--max-tokens'",
-    (*ASK, "--ratio", "2"): "'--ratio'",
-    (*ASK, "--ratio", "nan"): "'--ratio'",
-    (*ASK, "--temperature", "nan"): "'--temperature'",
-    (*ASK, "--top-p", "0"): "'--top-p': 0.0 must be a number above 0",
-    (*ASK, "--seed", str(1 << 70)): "'--seed'",
-    (*ASK, "--compare", "--temperature", "0.7"): "greedy answers: leave out --temperature",
+    (*ASK, "--set", "max_tokens=0"): "max_tokens=0 must be",
+    (*ASK, "--set", "recompute_ratio=2"): "recompute_ratio=2 must be",
+    (*ASK, "--set", "recompute_ratio=nan"): "recompute_ratio",
+    (*ASK, "--set", "temperature=nan"): "temperature='nan'",
+    (*ASK, "--set", "top_p=0"): "top_p=0 must be",
+    (*ASK, "--compare", "--set", "temperature=0.7"): "greedy answers: leave out --set temperature",
+    (*ASK, "--set", "namespace=mine"): "namespace: a collection has its own",
     (*ASK, "--order", "random"): "'--order'",
-    (*INDEX, "--chunk-size", "3"): "'--chunk-size'",
+    (*INDEX, "--set", "chunk_size=3"): "chunk_size=3 must be",
     ("--loud",): "no such option: --loud",
     ("store", "stat"): "did you mean 'stats'",
     ("store", "copy", "{store}"): "missing argument 'TO'",
@@ -64,13 +63,12 @@ WRONG = {
     ("ask", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
     ("index", "--repair", "--into", "{new}"): "holds no collection",
-    (*INDEX, "--repair", "--register-only"): "--repair computes what is missing: leave",
     ("index", "{notes}", "--into", "{file}", "--model", TOY): "is not a folder",
-    (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
-    (*INDEX, "--chunk-size", "100000"): "toy' hold 4,096 tokens",
-    (*INDEX, "--chunk-size", "4096"): "give a smaller one",
+    (*INDEX, "--set", "chunk_size=32", "--set", "chunk_overlap=32"): "chunk_overlap=32 must be",
+    (*INDEX, "--set", "chunk_size=100000"): "toy' hold 4,096 tokens",
+    (*INDEX, "--set", "chunk_size=4096"): "give a smaller one",
     # namespaces of half a character: of bytes on a command line that are no UTF-8
-    (*INDEX, "--namespace", "a\udcff"): "namespace='a\\udcff' holds a lone surrogate",
+    (*INDEX, "--set", "namespace=a\udcff"): "namespace='a\\udcff' holds a lone surrogate",
     ("serve", TOY, "--set", "namespace=\ud800"): "namespace='\\ud800' holds a lone surrogate",
     # requests to diagnose
     ("doctor", "--prompt", "{nothing}"): "cannot be read as UTF-8 text",
@@ -92,14 +90,14 @@ WRONG = {
     ("ask", "--document", "{notes}"): "is not a file: give one document",
     ("ask", "--document", "{file}"): "must be one of .txt",
     (*DOCUMENT, "--top-k", "2"): "--top-k: for a collection only, leave out --document",
-    (*DOCUMENT, "--window", "0"): "'--window'",
-    (*DOCUMENT, "--chunk-tokens", "9"): "chunk_tokens=9 must be a whole number of at least 16",
-    (*DOCUMENT, "--chunk-tokens", "4096"): "toy' hold 4,096",
-    (*DOCUMENT, "--overlap", "1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
-    (*DOCUMENT, "--combine", "vote"): "'--combine'",
+    (*DOCUMENT, "--set", "window=0"): "window=0 must be",
+    (*DOCUMENT, "--set", "chunk_tokens=9"): "chunk_tokens=9 must be greater than or equal to 16",
+    (*DOCUMENT, "--set", "chunk_tokens=4096"): "toy' hold 4,096",
+    (*DOCUMENT, "--set", "overlap=1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
+    (*DOCUMENT, "--set", "combine=vote"): "combine='vote' must be",
     (*DOCUMENT, "--resume", "{file}"): "is not a result of this analysis",
     (*DOCUMENT, "--resume", "{nothing}/answers"): "cannot be written",
-    (*DOCUMENT, "--kv-path", "{collection}"): "is a collection",
+    ("ask", "--document", "{file}.txt", "--set", "kv_path={collection}"): "is a collection",
     # what is to be explained
     ("explain",): "give one of QUESTION and --prompt FILE",
     ("explain", "Who?", "--prompt", "{file}"): "give one of QUESTION and --prompt FILE",
@@ -110,7 +108,7 @@ WRONG = {
     ("explain", "--prompt", "{file}", "--passage", "{nothing}"): "--passage",
     ("explain", "Who?", "--html", "{nothing}/page.html"): "name a file in an existing folder",
     # selectors
-    (*ASK, "--selector", "guess"): "selector='guess' must be one of",
+    (*ASK, "--set", "selector=guess"): "selector='guess' must be one of",
     (*BENCH, "--set", "selector=guess"): "selector='guess' must be one of",
     ("eval", "--rules", "guess=0.1"): "selector='guess' must be one of",
     ("eval", "--rules", "hkvd=2"): "recompute_ratio=2.0",
@@ -126,7 +124,7 @@ WRONG = {
     ("eval", "--resume", "{file}"): "line 1 is not a result of this evaluation",
     # engines
     (*ASK, "--engine", "auto"): "engine='auto' must be",
-    (*ASK, "--engine", "127.0.0.1:8000"): "engine='127.0.0.1:8000' must be",
+    (*ASK, "--engine", "127.0.0.1:8000"): "lacks a scheme: give http://127.0.0.1:8000",
     (*ASK, "--engine", "ftp://host"): "must be like http://host:8000",
     (*CHAT, "--engine", "http://"): "must be like http://host:8000",
     (*INDEX, "--engine", "http://me:sesame@host"): "holds a password",
@@ -139,15 +137,25 @@ WRONG = {
     (*INDEX, "--model", "models/a/b"): "model='models/a/b': there is no such folder",
     (*INDEX, "--model", "{notes}"): "holds no config.json",
     (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is not a folder here, and the",
-    (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
-    ("ask", "--document", "{file}.txt", "--model", "./none"): "model='./none': there is no such",
+    (
+        *INDEX,
+        "--set",
+        "embedding_model=./none",
+    ): "embedding_model='./none': there is no such folder",
+    (
+        "ask",
+        "--document",
+        "{file}.txt",
+        "--set",
+        "model=./none",
+    ): "model='./none': there is no such",
     ("verify", "/nowhere"): "no such folder",
     ("serve", "nofolder"): "model='nofolder' is not a folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",
     # devices, precisions, measurements
-    (*ASK, "--device", "gpu"): "device='gpu' is not available here",
-    (*INDEX, "--device", "gpu"): "device='gpu' is not available here",
-    (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
+    (*ASK, "--set", "device=gpu"): "device='gpu' is not available here",
+    (*INDEX, "--set", "device=gpu"): "device='gpu' is not available here",
+    (*INDEX, "--set", "dtype=int8"): "dtype='int8' must be one of",
     ("bench", "ttft", "./nofolder"): "model='./nofolder': there is no such folder",
     (*BENCH, "--set", "tiers=cloud"): "tiers: a text that is no URL must begin with",
     ("bench", "store", "ftp://cloud"): "ftp://... must begin with one of",
@@ -166,8 +174,8 @@ WRONG = {
     ("serve", TOY, "--set", "host_bytes=2", "--set", "host_bytes=1"): "given twice",
     ("serve", TOY, "--set", "max_body_mib=0"): "max_body_mib=0 must be",
     ("serve", TOY, "--set", "kv_path=kv"): "--set kv_path: this command has an option of its own",
-    ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
-    ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
+    (*INDEX, "--set", "kv_path=elsewhere"): "kv_path: a collection has its own",
+    (*ASK, "--set", "disk_bytes=-1"): "disk_bytes=-1 must be",
     ("serve", "--enforce-eager", TOY): "comes before the model",
     (*ON_VLLM, "--kv-path", "{file}/kv"): "cannot be used",
     (*ON_VLLM, "--set", "device=cpu"): "--set device: not a setting of vLLM's server",
@@ -209,11 +217,11 @@ def _nothing_is_loaded(monkeypatch):
         (loading, "load_model"),
         (AutoTokenizer, "from_pretrained"),
         (retrieval, "_bundled"),
-        (retrieval, "VectorSearch"),
         (answering, "VectorSearch"),
         (answering, "Embedder"),
-        (indexing, "with_lead_in"),
-        (FileReader, "read"),
+        (indexing, "load_tokenizer"),
+        (ask_document, "read_file"),
+        (indexing, "read_file"),
         (serve_vllm.os, "execve"),
     ):
         monkeypatch.setattr(owner, name, begun)

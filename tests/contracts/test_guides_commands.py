@@ -30,11 +30,12 @@ from tests.readme import ROOT
 MODEL = "smollm2"
 SHORTENED = {
     "index": f"--model {MODEL}",
-    "ask": "--max-tokens 4",
+    "ask": "--set max_tokens=4",
     "eval": "--questions 1 --rules hkvd=0.15 --set max_tokens=2",
     "tune": "--questions 1 --rules question_mid=0.16 --bar fidelity=0.01",
     "verify": "--dataset questions.json",
-    "ask --document": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
+    "ask --document": f"--set model={MODEL} --set chunk_tokens=256 "
+    "--set overlap=8 --set window=2 --set max_tokens=2",
     "bench ttft": f"{MODEL} --chunks 2 --chunk-tokens 32 --repeat 1",
     "bench store": "--repeat 1",
 }
@@ -98,7 +99,7 @@ def reader(tmp_path: Path, stand_in: Path, redis: Server) -> Callable[[str], str
 
     def replaced(text: str) -> str:
         text = text.replace("redis://127.0.0.1:6379/0", f"redis://127.0.0.1:{redis.port}/0")
-        return re.sub(rf'(?<=")({MODEL})(?=")|^{MODEL}$', str(stand_in), text)
+        return re.sub(rf'(?<=")({MODEL})(?=")|(?:^|(?<=model=)){MODEL}$', str(stand_in), text)
 
     return replaced
 

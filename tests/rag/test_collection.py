@@ -3,15 +3,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import stat
-from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.rag import FILE_NAME, KV_NAME
 from cacheblend_rag.rag.collection import (
-    FILE_NAME,
-    KV_NAME,
     Collection,
     CollectionSettings,
     clear,
@@ -21,18 +19,7 @@ from cacheblend_rag.rag.collection import (
 from cacheblend_rag.text.chunk import Document
 from tests.toy import TOY
 
-SETTINGS = CollectionSettings(
-    model=TOY,
-    embedding_model="bundled",
-    chunk_size=64,
-    chunk_overlap=0,
-    instruction="Answer {briefly}.",
-    namespace="default",
-    lead_in="<bos>Answer {briefly}.\n\n",
-    dtype="float32",
-    fingerprint="f",
-    engine="transformers",
-)
+SETTINGS = CollectionSettings(model=TOY, chunk_size=64, instruction="Answer {briefly}.")
 TWO = Document("docs/two.md", ("First {chunk}.", "Second\x07 chunk."))
 ONE = Document("docs/one.md", ("Only chunk.",))
 
@@ -46,30 +33,30 @@ def vectors(count, seed=0, size=8):
 def folder(tmp_path):
     """A collection of two documents."""
     folder = tmp_path / "collection"
-    with Collection.create(folder, SETTINGS) as collection:
+    with Collection.create(folder, SETTINGS, "f") as collection:
         collection.replace(TWO, "hash two", vectors(2, 1))
         collection.replace(ONE, "hash one", vectors(1, 2))
     return folder
 
 
 def test_what_was_written_is_read_again(folder):
-    with Collection.open(folder) as collection:
-        assert collection.settings == SETTINGS
+    with Collection(folder) as collection:
+        assert (collection.settings, collection.fingerprint) == (SETTINGS, "f")
         assert collection.content_hashes() == {
             ONE.document_id: "hash one",
             TWO.document_id: "hash two",
         }
         assert collection.counts() == (2, 3)
-        stored = collection.load()
-    assert stored.documents == (ONE, TWO)
-    np.testing.assert_array_equal(stored.vectors, np.concatenate([vectors(1, 2), vectors(2, 1)]))
+        documents, found = collection.load()
+    assert documents == (ONE, TWO)
+    np.testing.assert_array_equal(found, np.concatenate([vectors(1, 2), vectors(2, 1)]))
 
 
 def test_a_document_takes_the_place_of_its_older_self_and_goes_whole(folder):
     newer = Document(TWO.document_id, ("Another text.",))
-    with Collection.open(folder) as collection:
+    with Collection(folder) as collection:
         collection.replace(newer, "hash new", vectors(1, 3))
-        assert collection.load().documents == (ONE, newer)
+        assert collection.load()[0] == (ONE, newer)
         collection.remove(newer.document_id)
         assert collection.counts() == (1, 1)
         collection.remove(ONE.document_id)
@@ -86,14 +73,14 @@ def test_an_interruption_while_writing_leaves_the_older_document(folder):
         document_id = TWO.document_id
         chunks = broken()
 
-    with Collection.open(folder) as collection:
+    with Collection(folder) as collection:
         with pytest.raises(KeyboardInterrupt):
             collection.replace(Interrupted(), "hash new", vectors(2))
-        assert collection.load().documents == (ONE, TWO)
+        assert collection.load()[0] == (ONE, TWO)
 
 
 def test_vectors_of_another_size_are_refused(folder):
-    with Collection.open(folder) as collection:
+    with Collection(folder) as collection:
         with pytest.raises(ConfigError, match="--rebuild"):
             collection.replace(ONE, "hash", vectors(1, size=9))
         assert collection.content_hashes()[ONE.document_id] == "hash one"
@@ -107,8 +94,8 @@ def test_only_the_owner_may_read_it(folder):
 def test_an_interrupted_creation_is_no_collection(folder):
     (folder / FILE_NAME).rename((folder / FILE_NAME).with_suffix(".new"))
     with pytest.raises(StoreError, match="holds no collection"):
-        Collection.open(folder)
-    with Collection.create(folder, SETTINGS) as collection:
+        Collection(folder)
+    with Collection.create(folder, SETTINGS, "f") as collection:
         assert collection.counts() == (0, 0)
 
 
@@ -146,7 +133,7 @@ def change(folder, *statements):
 
 
 def settings_as(**changes):
-    return ("UPDATE settings SET body = ?", (json.dumps({**asdict(SETTINGS), **changes}),))
+    return ("UPDATE settings SET body = ?", (json.dumps({**SETTINGS.to_dict(), **changes}),))
 
 
 @pytest.mark.parametrize(
@@ -173,17 +160,26 @@ def settings_as(**changes):
         lambda folder: change(folder, "UPDATE chunks SET text = x'ff' WHERE position = 1"),
         lambda folder: change(folder, "UPDATE chunks SET text = CAST(x'ff' AS TEXT)"),
         lambda folder: change(folder, "UPDATE chunks SET position = 7 WHERE position = 1"),
+        lambda folder: change(folder, "DELETE FROM chunks WHERE source = 'docs/one.md'"),
+        lambda folder: change(folder, "UPDATE documents SET unfinished = 'all'"),
     ],
 )
 def test_damage_is_one_line(folder, damage):
     damage(folder)
-    with pytest.raises(StoreError) as raised, Collection.open(folder) as collection:
+    with pytest.raises(StoreError) as raised, Collection(folder) as collection:
         collection.load()
     assert str(folder / FILE_NAME) in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_may_be_chosen_is_told(folder):
-    chosen = SETTINGS.chosen()
-    assert set(asdict(SETTINGS)) - set(chosen) == {"lead_in", "fingerprint"}
-    assert replace(SETTINGS, **chosen) == SETTINGS
+def test_unfinished_documents_are_noted_with_the_document(folder):
+    with Collection(folder) as collection:
+        assert collection.unfinished() == {}
+        collection.replace(TWO, "two", vectors(2), unfinished=2)
+        assert collection.unfinished() == {TWO.document_id: 2}
+        collection.note_unfinished(TWO.document_id, 1)
+        collection.note_unfinished(ONE.document_id, 1)
+        assert collection.unfinished() == {ONE.document_id: 1, TWO.document_id: 1}
+        collection.replace(TWO, "other", vectors(2))
+        collection.remove(ONE.document_id)
+        assert collection.unfinished() == {}

@@ -16,6 +16,7 @@ from cacheblend_rag import (
     analyze_long_document,
 )
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.rag.long_document import INSTRUCTION, default_lead_in
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer, words
 
@@ -61,8 +62,7 @@ def test_each_chunk_is_computed_once_though_it_stands_in_five_windows():
     assert engine.stored == Counter(), "nothing is computed before it is asked for"
     answers = list(analysis)
     report = analysis.report
-    assert report.window == report.asked_window == 5
-    assert report.window_reason is None
+    assert report.window == 5
     assert len(answers) == report.windows == report.chunks - 4
     assert set(engine.stored.values()) == {1}
     assert report.computed_chunks == len(engine.stored) == report.chunks
@@ -73,12 +73,10 @@ def test_each_chunk_is_computed_once_though_it_stands_in_five_windows():
 
 
 @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
-def test_windows_shrink_to_a_small_context_and_the_report_says_so(combine):
+def test_windows_shrink_to_a_small_context(combine):
     engine = CountingEngine(window=320)
     report = analyze(engine, combine=combine).result()
     assert 1 <= report.window < 5
-    assert report.asked_window == 5
-    assert "hold 320 tokens" in report.window_reason
     assert report.windows == report.chunks - report.window + 1
     assert report.computed_chunks == report.chunks
     assert report.answer
@@ -90,17 +88,15 @@ def test_a_short_document_has_one_window_whose_answer_is_the_result():
     (only,) = analysis
     report = analysis.report
     assert (report.window, report.windows, report.prompts) == (report.chunks, 1, 1)
-    assert report.window_reason == f"the document has {report.chunks} chunks"
     assert report.answer == only.text
 
 
 def test_map_reduce_joins_the_answers_of_all_windows():
     engine = CountingEngine()
     analysis = analyze(engine)
-    texts = [one.text for one in analysis]
+    parts = [f"Part {n}: {one.text}\n\n" for n, one in enumerate(analysis, start=1)]
     last = engine.prompts[-1]
-    for number, text in enumerate(texts, start=1):
-        assert f"Part {number}: {text}\n\n" in last
+    assert "".join(parts) in last
     assert analysis.report.answer == engine.generate(last, SAMPLING).text
 
 
@@ -149,40 +145,25 @@ def test_a_resumed_run_asks_only_what_is_missing(combine, tmp_path):
     assert not last.stored
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"question": "w3"}, {"sampling": SamplingParams.greedy(max_tokens=5)}, {"chunk_tokens": 72}],
-)
-def test_answers_to_other_prompts_are_not_taken(change, tmp_path):
-    kept = tmp_path / "answers.jsonl"
-    analyze(CountingEngine(), resume=kept).result()
-    assert analyze(CountingEngine(), resume=kept, **change).result().resumed_prompts == 0
-
-
 def test_it_stops_when_it_is_cancelled_and_goes_on_later(tmp_path):
-    engine, cancel, kept = CountingEngine(), Event(), tmp_path / "answers.jsonl"
-    analysis = analyze(engine, cancel=cancel, resume=kept)
-    next(analysis)
-    cancel.set()
-    report = analysis.result()
-    assert report.is_cancelled
-    assert (report.answer, report.prompts, len(engine.stored)) == ("", 1, 5)
-    again = analyze(engine, resume=kept).result()
-    assert again.resumed_prompts == 1
-    assert not again.is_cancelled
-    assert again.answer
-
-
-def test_a_cancelled_answer_is_not_kept(tmp_path):
     cancel, kept = Event(), tmp_path / "answers.jsonl"
 
     class Cancelling(CountingEngine):
         def _start(self, request):
-            cancel.set()
+            if self.prompts:
+                cancel.set()
             return super()._start(request)
 
-    assert analyze(Cancelling(), cancel=cancel, resume=kept).result().is_cancelled
-    assert kept.read_text() == ""
+    engine = Cancelling()
+    report = analyze(engine, cancel=cancel, resume=kept).result()
+    assert report.is_cancelled
+    assert (report.answer, report.prompts, len(engine.stored)) == ("", 1, 6)
+    assert len(kept.read_text().splitlines()) == 1, "a cancelled answer is not kept"
+    for change in ({"question": "w3"}, {"sampling": SamplingParams.greedy(max_tokens=5)}, {}):
+        again = analyze(CountingEngine(), resume=kept, **change).result()
+        assert again.resumed_prompts == (not change), "answers to other prompts are not taken"
+        assert again.answer
+        assert not again.is_cancelled
 
 
 def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
@@ -214,13 +195,6 @@ def test_wrong_arguments_are_one_line_before_anything_is_computed(options, error
     with pytest.raises(error, match=said) as caught:
         analyze(engine, **options)
     assert "\n" not in str(caught.value)
-    assert not engine.stored
-
-
-def test_answers_that_would_not_fit_together_are_refused_before_anything_is_computed():
-    engine = CountingEngine(window=220)
-    with pytest.raises(ConfigError, match="max_tokens=55 is too much to join two answers"):
-        analyze(engine, sampling=SamplingParams.greedy(max_tokens=200))
     assert not engine.stored
 
 
@@ -291,3 +265,26 @@ def test_no_token_is_computed_much_more_than_twice():
 
     report = analyze(Adding(), overlap=8).result()
     assert 1.8 * report.tokens < sum(computed) <= 128 / (64 - 8 - 2) * report.tokens
+
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }} [end] {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "instruction", "before", "behind"),
+    [
+        (None, "", f"{INSTRUCTION}\n\n", ""),
+        (TEMPLATE, "", f"[system] {INSTRUCTION} [end] [user] ", " [end] [assistant] "),
+        (TEMPLATE, default_lead_in, f"[system] {INSTRUCTION} [end] [user] ", " [end] [assistant] "),
+        (TEMPLATE, "Read:\n\n", "Read:\n\n", ""),
+    ],
+)
+def test_prompts_begin_as_the_engines_chunks_were_computed(template, instruction, before, behind):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    engine = CountingEngine(tokenizer=tokenizer, instruction=instruction)
+    analyze(engine, "w2 w3\n\nw4 w5", "Who?").result()
+    assert engine.prompts == [f"{before}w2 w3\n\nw4 w5\n\nQuestion: Who?\nAnswer:{behind}"]

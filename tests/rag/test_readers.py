@@ -2,33 +2,25 @@ from __future__ import annotations
 
 import builtins
 import os
-import signal
 import socket
-import subprocess
 import zlib
 
 import pytest
 
 from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.rag import extracting
+from cacheblend_rag.rag import extracting, readers
 from cacheblend_rag.rag.extracting import Extracted
-from cacheblend_rag.rag.readers import FileReader, UnreadableFileError, find_files, make_splitter
+from cacheblend_rag.rag.readers import (
+    UnreadableFileError,
+    find_files,
+    read_file,
+)
 from tests.cli.documents import pdf_bytes
 
 HTML = """<!doctype html><html><head><title>Manual</title><style>p {color: red}</style></head>
 <body><script>track()</script><h1>How to <b>start</b></h1><div><p>First
 step.<br>Then wait.</p></div><p>Costs 3 &lt; 4 {euro}.</p><ul><li>red</li><li>blue</li></ul>
 <table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table><!-- hidden --></body></html>"""
-
-
-def words(text):
-    return text.split()
-
-
-@pytest.fixture(scope="module")
-def reader():
-    with FileReader() as reader:
-        yield reader
 
 
 def test_files_are_found_in_folders_and_by_name(tmp_path):
@@ -68,10 +60,10 @@ def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
         ("a.HTM", '<meta charset="latin-1"><p>caf\u00e9'.encode("latin-1"), "caf\u00e9"),
     ],
 )
-def test_text_is_read_clean(reader, tmp_path, name, content, text):
+def test_text_is_read_clean(tmp_path, name, content, text):
     path = tmp_path / name
     path.write_bytes(content)
-    assert reader.read(path) == Extracted(text)
+    assert read_file(path) == Extracted(text)
 
 
 RUSSIAN = "Насос номер семь держит давление девять бар. Проверьте уплотнение раз в год."  # noqa: RUF001
@@ -101,16 +93,16 @@ def test_the_bytes_say_how_text_is_encoded(data, text):
     ("text", "encoding"),
     [(GERMAN, "cp1252"), (RUSSIAN, "cp1251"), (RUSSIAN, "koi8_r"), (JAPANESE, "cp932")],
 )
-def test_a_guess_of_the_encoding_is_told(reader, tmp_path, text, encoding):
+def test_a_guess_of_the_encoding_is_told(tmp_path, text, encoding):
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     note = f"is not UTF-8: read as {encoding}, a guess"
-    assert reader.read(tmp_path / "a.txt") == Extracted(text, note)
+    assert read_file(tmp_path / "a.txt") == Extracted(text, note)
     assert extracting.decode(text.encode(encoding), encoding) == Extracted(text)
 
 
-def test_damaged_characters_are_counted(reader, tmp_path):
+def test_damaged_characters_are_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes(RUSSIAN.encode()[:-4] + b"\xff" + "год.".encode())
-    assert reader.read(tmp_path / "a.txt").note == "damaged characters: 2"
+    assert read_file(tmp_path / "a.txt").note == "damaged characters: 2"
 
 
 @pytest.mark.parametrize(
@@ -140,16 +132,16 @@ def test_damaged_characters_are_counted(reader, tmp_path):
     ],
 )
 def test_markup_is_read_as_it_is_shown_and_nothing_behind_an_open_element_is_lost(
-    reader, tmp_path, markup, text
+    tmp_path, markup, text
 ):
     (tmp_path / "a.html").write_bytes(markup.encode())
-    assert reader.read(tmp_path / "a.html") == Extracted(text)
+    assert read_file(tmp_path / "a.html") == Extracted(text)
 
 
-def test_pages_without_text_are_counted(reader, tmp_path):
+def test_pages_without_text_are_counted(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf_bytes("one", "", "three", ""))
     note = "2 of 4 pages hold no text: scans need OCR first"
-    assert reader.read(tmp_path / "a.pdf") == Extracted("one\n\nthree\n".strip(), note)
+    assert read_file(tmp_path / "a.pdf") == Extracted("one\n\nthree\n".strip(), note)
 
 
 @pytest.mark.parametrize(
@@ -168,24 +160,16 @@ def test_pages_without_text_are_counted(reader, tmp_path):
         ("a.html", None, "No such file"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(reader, tmp_path, name, content, reason):
+def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, reason):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UnreadableFileError, match=reason) as raised:
-        reader.read(path)
+        read_file(path)
     assert "\n" not in str(raised.value)
 
 
-def test_chunks_keep_to_the_size_and_lose_nothing():
-    text = "\n\n".join(f"Note {n} says {{this}} and more. It has a second line." for n in range(30))
-    chunks = make_splitter(words, 24, 0)(text)
-    assert max(len(words(chunk)) for chunk in chunks) <= 24
-    assert words(" ".join(chunks)) == words(text)
-    assert all(chunk.startswith("Note") for chunk in chunks)
-
-
-def test_without_the_extra_its_name_is_told(reader, tmp_path, monkeypatch):
+def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest):
@@ -198,11 +182,9 @@ def test_without_the_extra_its_name_is_told(reader, tmp_path, monkeypatch):
         (tmp_path / name).write_text("x")
         answer = extracting.answer(tmp_path / name)
         assert answer == {"missing": library}
-        monkeypatch.setattr(reader, "_ask", lambda path, answer=answer: answer)
+        monkeypatch.setattr(readers, "_parsed", lambda *_, answer=answer: answer)
         with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[rag\]"):
-            reader.read(tmp_path / name)
-    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[rag\]"):
-        make_splitter(words, 9, 0)
+            read_file(tmp_path / name)
 
 
 # Hostile files
@@ -250,15 +232,14 @@ def test_a_hostile_file_is_named_and_the_next_is_read(tmp_path, kind):
         hostile.write_bytes(one_page(zlib.compress(b" " * (1 << 28), 9)))
     else:
         hostile.write_bytes(one_page(zlib.compress(stream * 500_000, 9)))
-    with FileReader(seconds=3) as reader:
-        try:
-            assert len(reader.read(hostile).text) < extracting.MAX_CHARACTERS
-        except UnreadableFileError as error:
-            assert "\n" not in str(error)  # noqa: PT017  # either will do, so long as it ends
-        assert reader.read(good).text == "All is well."
+    try:
+        assert len(read_file(hostile, 3).text) < extracting.MAX_CHARACTERS
+    except UnreadableFileError as error:
+        assert "\n" not in str(error)  # noqa: PT017  # either will do, so long as it ends
+    assert read_file(good).text == "All is well."
 
 
-def test_limits_are_told(reader, tmp_path, monkeypatch):
+def test_limits_are_told(tmp_path, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text("x" * 100)
     monkeypatch.setattr(extracting, "MAX_CHARACTERS", 99)
@@ -272,36 +253,26 @@ def test_limits_are_told(reader, tmp_path, monkeypatch):
     assert extracting.answer(pdf) == {"problem": "has more than 2 pages"}
 
 
-def test_a_reader_that_is_stuck_or_dies_is_replaced(tmp_path, monkeypatch):
-    text = tmp_path / "a.txt"
-    text.write_text("fine")
-    started, popen = [], subprocess.Popen
-
-    def start(*told, **options):
-        started.append(popen(*told, **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    with FileReader() as reader:
-        assert reader.read(text).text == "fine"
-        started[-1].kill()
-        with pytest.raises(UnreadableFileError, match="ends the process"):
-            reader.read(text)
-        assert reader.read(text).text == "fine"
-        stuck = started[-1]
-        stuck.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr(reader, "_seconds", 0.2)
-        with pytest.raises(UnreadableFileError, match=r"takes longer than 0.2 s"):
-            reader.read(text)
-        assert stuck.poll() == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("parser", "said"),
+    [("os.kill(os.getpid(), 9)", "ends the process"), ("time.sleep(60)", "takes longer than 2 s")],
+)
+def test_a_parser_that_is_killed_or_stuck_is_told(tmp_path, monkeypatch, parser, said):
+    (tmp_path / "parser.py").write_text(f"import os, time\n{parser}\n")
+    (tmp_path / "a.pdf").write_bytes(pdf_bytes("fine"))
+    with monkeypatch.context() as broken:
+        broken.setattr(extracting, "__name__", "parser")
+        broken.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        with pytest.raises(UnreadableFileError, match=said):
+            read_file(tmp_path / "a.pdf", 2)
+    assert read_file(tmp_path / "a.pdf").text == "fine"
 
 
 def test_no_module_is_taken_from_the_folder_that_is_indexed(tmp_path, monkeypatch):
     (tmp_path / "json.py").write_text("raise SystemExit")
-    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "a.html").write_text("fine")
     monkeypatch.chdir(tmp_path)
-    with FileReader() as reader:
-        assert reader.read(tmp_path / "a.txt").text == "fine"
+    assert read_file(tmp_path / "a.html").text == "fine"
 
 
 def one_page(stream: bytes, times: int = 1) -> bytes:

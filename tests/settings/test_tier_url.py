@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 from cacheblend_rag import EngineConfig, StoreConfig
-from cacheblend_rag.cli.options import store_settings
+from cacheblend_rag.cli.named_settings import named
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
@@ -88,7 +88,7 @@ def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
     store = StoreConfig(tiers=["host://", WITH_PASSWORD])
     engine = EngineConfig(model=TOY, store=store)
     settings = ConnectorSettings(store=store)
-    command = store_settings([f"tiers={WITH_PASSWORD}", "tiers=host://"])
+    command = StoreConfig.of(named([f"tiers={WITH_PASSWORD}", "tiers=host://"], StoreConfig))
     assert [url.scheme for url in command.urls] == ["redis", "host"]
     shown = [
         repr(store), str(store.tiers), f"{store.urls[1]}", repr(store.urls[1].__dict__),
