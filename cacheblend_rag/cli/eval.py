@@ -36,7 +36,7 @@ def evaluate_command(
     model: options.ModelOption = DEFAULT_MODEL,
     engine: Annotated[
         str,
-        typer.Option(help="'transformers', 'vllm' (starts a server) or the URL of a `serve`."),
+        typer.Option(help="'transformers', 'vllm' or the URL of a `serve`."),
     ] = EMBEDDED,
     questions: Annotated[int, typer.Option(min=1, help="Most questions per setting.")] = 500,
     rules: Annotated[

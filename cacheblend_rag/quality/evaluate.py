@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.models import resolve
 from cacheblend_rag.quality.dataset import EvalDataset, PromptFrame
 from cacheblend_rag.quality.measure import (
     ANSWER_TOKENS,
     BLEND_ALWAYS,
     FULL,
     NO_PASSAGES,
+    Record,
     RecordLog,
     Rule,
     measure,
 )
 from cacheblend_rag.quality.summary import Row, summarize
-from cacheblend_rag.settings import VLLM, BlendConfig, EngineConfig, LeadInKind, StoreConfig
+from cacheblend_rag.settings import VLLM, BlendConfig, EngineConfig, LeadInKind
 
 PAPER = "hkvd=0.15"
 """The rule of CacheBlend's paper."""
 GRID = "question_mid=0.08,question_mid=0.16,question_mid=0.25,hkvd=0.08,hkvd=0.16,hkvd=0.25"
 """What `tune` tries."""
-CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
+CPU_KV_SPACE, CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
+"""Memory for vLLM's KV on a CPU, if nothing else is said."""
 
 
 def rule_of(selector: str, ratio: float, base: BlendConfig, lead_in: LeadInKind) -> Rule:
@@ -113,50 +114,30 @@ def evaluate(
     Raises:
         PromptError: when a question does not fit the model; it names the question.
     """
-    rows: list[Row] = []
-    for setting in data.settings:
-        found = []
-        prompts = map(frame.to_measure, data.of_setting(setting))
-        for measured in measure(
-            engine, prompts, rules, max_tokens=max_tokens, stop=frame.stop, log=log
-        ):
-            found.append(measured)
-            on_question()
-        records = {rule: [one[rule.name].record for one in found] for rule in rules}
-        rows += summarize(setting, records)
-    return rows
+    found: dict[str, dict[Rule, list[Record]]] = {
+        setting: {rule: [] for rule in rules} for setting in data.settings
+    }
+    prompts = map(frame.to_measure, data.questions)
+    told = measure(engine, prompts, rules, max_tokens=max_tokens, stop=frame.stop, log=log)
+    for question, measured in zip(data.questions, told, strict=True):
+        for rule in rules:
+            found[question.setting][rule].append(measured[rule.name].record)
+        on_question()
+    return [row for setting, records in found.items() for row in summarize(setting, records)]
 
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Engine]:
-    """Yield an engine that can blend, until the block is left; ``vllm`` is a server of its own.
+    """Yield an engine that can blend, until the block is left.
 
     Raises UnsupportedModelError when the model's KV cannot be blended, and the errors of
-    open_engine and running_server.
+    open_engine.
     """
     quiet_libraries()
-    with ExitStack() as stack:
-        if config.engine == VLLM:
-            url = stack.enter_context(_served(config))
-            config = config.with_changes(engine=url, store=StoreConfig(), device=None, dtype=None)
-        engine = stack.enter_context(closing(open_engine(config)))
+    if config.engine == VLLM:
+        os.environ.setdefault(CPU_KV_SPACE, CPU_KV_GIB)
+    with closing(open_engine(config)) as engine:
         if engine.blend_refusal:
             why = engine.blend_refusal
             raise UnsupportedModelError(f"model={config.model!r} cannot be blended: {why}")
         yield engine
-
-
-@contextmanager
-def _served(config: EngineConfig) -> Iterator[str]:
-    """Start vLLM's server; yield its URL."""
-    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-    from cacheblend_rag.engines.vllm.serve import running_server
-
-    environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
-    with running_server(
-        resolve(config.model),
-        flags=["--dtype", config.dtype or "auto"],
-        settings=ConnectorSettings(store=config.store),
-        environment=environment,
-    ) as server:
-        yield server.url

@@ -169,15 +169,17 @@ def measure(
     """
     loop = _Loop(engine, max_tokens, stop, compare, tuple(along), set() if warm else None)
     for prompt in prompts:
-        keys = {rule.name: loop.key(prompt, rule) for rule in rules} if log is not None else {}
-        known = {name: log.get(key) for name, key in keys.items()} if log is not None else {}
-        found = {name: Measured(record) for name, record in known.items() if record}
+        found: dict[str, Measured] = {}
+        for rule in rules:
+            record = None if log is None else log.get(loop.key(prompt, rule))
+            if record is not None:
+                found[rule.name] = Measured(record)
         missing = [rule for rule in rules if rule.name not in found]
         try:
             for rule, measured in loop.results(prompt, missing):
                 found[rule.name] = measured
                 if log is not None:
-                    log.put(keys[rule.name], measured.record)
+                    log.put(loop.key(prompt, rule), measured.record)
         except PromptError as error:
             if not prompt.name:
                 raise
@@ -235,7 +237,8 @@ class _Loop:
     def _full(self, prompt: Prompt) -> tuple[Generation, Reference | None]:
         """Return full prefill's answer, and what predictions are compared with."""
         self._warm(FULL, prompt)
-        if self.compare != "prompt" or self.along or not _scores(self.engine):
+        scores = hasattr(self.engine, "generate_and_score")
+        if self.compare != "prompt" or self.along or not scores:
             return self.engine.generate_full(prompt.asked, self._greedy), None
         engine = cast("TransformersEngine", self.engine)
         found = reference(engine, prompt.asked, prompt.golds, self._greedy)
@@ -321,10 +324,6 @@ def stored(engine: Engine, prompt: Prompt) -> Iterator[None]:
         if not report.skipped:
             for document in prompt.documents:
                 engine.evict_document(document.document_id)
-
-
-def _scores(engine: Engine) -> bool:
-    return hasattr(engine, "generate_and_score")
 
 
 def _asked(rule: Rule, prompt: Prompt) -> PromptLike:

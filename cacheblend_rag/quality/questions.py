@@ -16,13 +16,13 @@ above its text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
 from cacheblend_rag.errors import DatasetError
@@ -39,7 +39,7 @@ from cacheblend_rag.quality.dataset import (
     EvalDataset,
     EvalQuestion,
 )
-from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.chunk import Document
 
 ValueT = TypeVar("ValueT")
 Text = Annotated[str, Field(min_length=1)]
@@ -98,19 +98,25 @@ class _Question(_Form):
     gold: list[Place] = []
     setting: Text = DEFAULT_SETTING
 
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if len({document.id for document in self.documents}) < len(self.documents):
+            raise ValueError("documents must have different ids")
+        for document, chunk in (*self.passages, *self.gold):
+            found = self.documents[document : document + 1]
+            if not found or chunk >= len(found[0].chunks):
+                raise ValueError(f"there is no chunk [{document}, {chunk}]")
+        return self
+
     def read(self) -> EvalQuestion:
         documents = tuple(Document(d.id, tuple(d.chunks), d.separator) for d in self.documents)
-        if len({document.document_id for document in documents}) < len(documents):
-            raise ValueError("documents must have different ids")
         chunks = [document.to_chunks() for document in documents]
-        return EvalQuestion(
-            self.question,
-            tuple(self.answers),
-            tuple(_chunks("passages", self.passages, chunks)),
-            documents,
-            self.setting,
-            tuple(_chunks("gold", self.gold, chunks)),
+        passages, gold = (
+            tuple(chunks[document][chunk] for document, chunk in places)
+            for places in (self.passages, self.gold)
         )
+        answers = tuple(self.answers)
+        return EvalQuestion(self.question, answers, passages, documents, self.setting, gold)
 
 
 class _Questions(_Form):
@@ -155,8 +161,8 @@ def load_dataset(path: Path) -> EvalDataset:
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(value, dict) and "format" in value:
         saved = _read(path, _Questions, value)
-        questions = [_placed(path, at, one) for at, one in enumerate(saved.questions)]
-        return EvalDataset(saved.name or path.stem, tuple(questions), saved.instruction)
+        questions = tuple(one.read() for one in saved.questions)
+        return EvalDataset(saved.name or path.stem, questions, saved.instruction)
     if isinstance(first, dict) and "ctxs" in first:
         asked = [
             over_passages(one.question, tuple(one.answers), _documents(at, one.ctxs))
@@ -224,23 +230,6 @@ def _read(path: Path, form: type[ValueT], value: Any) -> ValueT:
         place = "".join(f"[{at}]" if isinstance(at, int) else f": {at}" for at in first["loc"])
         told = " ".join(first["msg"].split())
         raise DatasetError(f"{path}{place}: {told}") from error
-
-
-def _placed(path: Path, at: int, question: _Question) -> EvalQuestion:
-    try:
-        return question.read()
-    except ValueError as error:
-        raise DatasetError(f"{path}: questions[{at}]: {error}") from error
-
-
-def _chunks(
-    name: str, places: Iterable[Sequence[int]], chunks: Sequence[Sequence[Chunk]]
-) -> Iterable[Chunk]:
-    for at, (document, chunk) in enumerate(places):
-        try:
-            yield chunks[document][chunk]
-        except IndexError as error:
-            raise ValueError(f"{name}[{at}]: there is no chunk [{document}, {chunk}]") from error
 
 
 def _documents(question: int, passages: Sequence[_Passage]) -> list[Document]:

@@ -162,11 +162,6 @@ def test_short_documents_are_lengthened_and_text_without_gold_is_searched_for_th
         assert f"gold{number}" in question.gold[0].text
 
 
-def test_at_most_so_many_questions_are_cut():
-    found = cut_by_words(dataset(), "adjacent", CUTTING, questions=2)
-    assert found.questions == cut_by_words(dataset(), "adjacent", CUTTING).questions[:2]
-
-
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(ConfigError, match=r"prompt_tokens=\(500, 600\) .* 2 chunks of 100"):
         QuestionSettings(prompt_tokens=(500, 600))

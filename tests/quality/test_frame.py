@@ -8,7 +8,7 @@ from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document
-from tests.toy import DEFAULT_FRAME, INSTRUCTION, TOY
+from tests.toy import TOY
 
 DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
 CHUNKS = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
@@ -48,8 +48,3 @@ def test_a_template_is_used_unless_it_is_turned_off():
     plain = PromptFrame.of(Templated(), "Be brief.", chat_template=False)
     assert plain == PromptFrame.of(Plain(), "Be brief.") == PromptFrame("Be brief.\n\n")
     assert plain.stop == ("\n",)
-
-
-def test_the_toy_keeps_its_training_frame():
-    frame = PromptFrame.of(load_tokenizer(TOY), INSTRUCTION)
-    assert frame.opening == f"<bos>{DEFAULT_FRAME.head}"

@@ -58,33 +58,24 @@ def test_a_sound_model_passes_every_check() -> None:
     assert figures["fidelity"]["kl"] < 1e-3 < figures["fidelity"]["kl_plain_reuse"]
 
 
-@pytest.mark.parametrize("template", [DROPS_SYSTEM, REFUSES_SYSTEM])
-def test_a_template_without_a_system_role_passes(template: str) -> None:
-    tokenizer = load_tokenizer(TOY)
-    tokenizer.chat_template = template
-    assert check_template(tokenizer, DATA).status == "ok"
-
-
 @pytest.mark.parametrize(
     ("template", "told"),
     [
+        (DROPS_SYSTEM, ""),
+        (REFUSES_SYSTEM, ""),
+        (None, "there is no chat template"),
         (SYSTEM_LAST, "behind the passages"),
         (SHOUTS, "changes or drops the text"),
         (LAST_ALONE, "drops or reorders the turns"),
     ],
 )
-def test_a_wrong_template_fails(template: str, told: str) -> None:
+def test_a_template_that_changes_or_reorders_texts_fails(template: str | None, told: str) -> None:
     tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = template
     check = check_template(tokenizer, DATA)
-    assert check.status == "failed"
+    statuses = {"": "ok", "there is no chat template": "skipped"}
+    assert check.status == statuses.get(told, "failed")
     assert told in check.found
-
-
-def test_a_tokenizer_without_a_template_is_skipped() -> None:
-    tokenizer = load_tokenizer(TOY)
-    tokenizer.chat_template = None
-    assert check_template(tokenizer, DATA).status == "skipped"
 
 
 @pytest.mark.parametrize(
