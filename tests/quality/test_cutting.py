@@ -116,33 +116,6 @@ def test_prompts_have_the_wished_length(sentences):
         assert not any(question.answers[0] in passage.text.split() for passage in others)
 
 
-def with_gold_in_three(count: int = 4) -> EvalDataset:
-    """Questions over four documents each, three of which hold the answer near their end."""
-    questions = []
-    for i in range(count):
-        told = ["", *[f"gold{i}"] * 3]
-        documents = [document(10 * i + n, 12, what, 11) for n, what in enumerate(told)]
-        questions.append(over_passages(f"Which {i}?", (f"gold{i}",), documents, gold=[1, 2, 3]))
-    return EvalDataset("made", tuple(questions))
-
-
-def test_of_documents_that_merely_contain_the_answer_as_many_are_kept_as_fit(caplog):
-    named = with_gold_in_three()
-    found_by_text = replace(
-        named, questions=tuple(replace(question, gold=()) for question in named.questions)
-    )
-    short = CUTTING.with_changes(prompt_tokens=(150, 230))
-    found = cut_by_words(found_by_text, "adjacent", short)
-    assert len(found.questions) == len(named.questions)
-    assert not caplog.records
-    for question in found.questions:
-        text = " ".join(passage.text for passage in question.passages)
-        assert 150 <= words(text) <= 230
-        assert text.count(question.answers[0]) == 2
-    with pytest.raises(DatasetError, match="no question fits"):
-        cut_by_words(named, "adjacent", short)
-
-
 def test_a_warning_tells_how_many_questions_were_left_out(caplog):
     mixed = (*dataset(at=0, count=3).questions, *dataset(at=9).questions[3:])
     cut_by_words(EvalDataset("made", mixed), "fragments", CUTTING, questions=3)

@@ -39,12 +39,3 @@ def test_prompts_are_those_of_ask(tokenizer):
     assert frame.without_passages(QUESTION).text == ask.render([Turn("Who?", ())])
     assert (frame.opening, prompt.is_rendered) == (ask.lead_in, bool(tokenizer.chat_template))
     assert [s.chunk for s in prompt.segments if s.chunk] == list(QUESTION.passages)
-
-
-def test_a_template_is_used_unless_it_is_turned_off():
-    rendered = PromptFrame.of(Templated(), "Be brief.")
-    assert rendered.opening == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
-    assert rendered.stop == ()
-    plain = PromptFrame.of(Templated(), "Be brief.", chat_template=False)
-    assert plain == PromptFrame.of(Plain(), "Be brief.") == PromptFrame("Be brief.\n\n")
-    assert plain.stop == ("\n",)

@@ -173,22 +173,6 @@ def test_errors_name_the_question():
         list(measure(RoteEngine(), [Prompt("w1")], [NO_PASSAGES], compare=""))
 
 
-def test_each_setting_has_its_rows_and_progress_is_told():
-    ticks = []
-    questions = [*WHOLE, *BROKEN]
-    data = EvalDataset("made", tuple(questions))
-    rules = [FULL, REUSE]
-    found = evaluate(
-        made_once(), FRAME, data, rules, max_tokens=2, on_question=lambda: ticks.append(1)
-    )
-    assert [(row.setting, row.selector) for row in found] == [
-        (setting, selector)
-        for setting in ("adjacent", "fragments")
-        for selector in ("full", "none")
-    ]
-    assert len(ticks) == 4
-
-
 def test_figures_of_a_small_model():
     found = rows_of([NO_PASSAGES, REUSE, RANDOM, ALL], WHOLE, made_once())
     assert list(found) == ["full", "no_passages", "none", "random", "all"]

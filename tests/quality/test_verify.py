@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from cacheblend_rag import BlendConfig, TransformersEngine, load_tokenizer
+from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine, load_tokenizer
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality import verify
 from cacheblend_rag.quality.fidelity import Fidelity
 from cacheblend_rag.quality.verify import Verdict, frame_of, verify_engine
@@ -59,22 +60,23 @@ def test_a_sound_model_passes_every_check() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "status", "told"),
     [
-        (DROPS_SYSTEM, ""),
-        (REFUSES_SYSTEM, ""),
-        (None, "there is no chat template"),
-        (SYSTEM_LAST, "behind the passages"),
-        (SHOUTS, "changes or drops the text"),
-        (LAST_ALONE, "drops or reorders the turns"),
+        (DROPS_SYSTEM, "ok", "in order"),
+        (REFUSES_SYSTEM, "ok", "in order"),
+        (None, "skipped", "no chat template"),
+        (SYSTEM_LAST, "failed", "behind the passages"),
+        (SHOUTS, "failed", "changes or drops the text"),
+        (LAST_ALONE, "failed", "drops or reorders the turns"),
     ],
 )
-def test_a_template_that_changes_or_reorders_texts_fails(template: str | None, told: str) -> None:
+def test_a_template_that_changes_or_reorders_texts_fails(
+    template: str | None, status: str, told: str
+) -> None:
     tokenizer = load_tokenizer(TOY)
     tokenizer.chat_template = template
     check = check_template(tokenizer, DATA)
-    statuses = {"": "ok", "there is no chat template": "skipped"}
-    assert check.status == statuses.get(told, "failed")
+    assert check.status == status
     assert told in check.found
 
 
@@ -109,7 +111,16 @@ def test_a_rotary_embedding_that_is_off_by_one_fails(
     verdict = verify_engine(engine, DATA)
     assert failed(verdict) == {"positions"}
     assert verdict.advice.startswith("do not blend this model")
-    assert verdict.advice.startswith("do not blend this model")
+
+
+def test_stored_kv_that_is_not_what_prefill_computes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = TieredKVStore.put
+
+    def scrambled(store: TieredKVStore, key: Any, kv: Any) -> Any:
+        return put(store, key, ChunkKV.of(kv.keys, kv.values.flip(2), kv.position, kv.prior))
+
+    monkeypatch.setattr(TieredKVStore, "put", scrambled)
+    assert {"positions", "stored KV"} <= failed(verify_engine(opened(), DATA))
 
 
 def test_float16_is_no_home_for_bfloat16_weights() -> None:
