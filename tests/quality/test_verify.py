@@ -132,7 +132,7 @@ def test_float16_is_no_home_for_bfloat16_weights() -> None:
     assert verify_engine(engine, DATA, checkpoint=torch.float16).passed
 
 
-@pytest.mark.parametrize("noise", [0.5, float("nan")])
+@pytest.mark.parametrize("noise", [2.0, float("nan")])
 def test_a_model_that_is_not_itself_twice_fails(noise: float) -> None:
     engine = opened()
     head = engine.model.get_output_embeddings()
