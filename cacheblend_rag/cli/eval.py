@@ -112,8 +112,8 @@ def evaluate_command(
     console.width = max(console.width, WIDE)
     for setting in data.settings:
         title = f"{data.name}, {setting}: {len(data.of_setting(setting))} questions"
-        own = [row for row in rows if row.setting == setting]
-        console.print(_table(f"{title} (* the settings in force)", own))
+        shown = [row for row in rows if row.setting == setting]
+        console.print(_table(f"{title} (* the settings in force)", shown))
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
