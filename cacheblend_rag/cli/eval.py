@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,9 +77,8 @@ def evaluate_command(
         checks.check_check_layers(blend, model)
         wanted = read_rules(rules, blend, lead_in)
         log = RecordLog.resumed(resume) if resume else None
-        tokenizer = load_tokenizer(model)
-        data = choose_questions(dataset, questions, asked, tokenizer)
-        frame = PromptFrame.of(tokenizer, str(config.instruction) or data.instruction)
+        data = choose_questions(dataset, questions, asked, partial(load_tokenizer, model))
+        frame = PromptFrame.of(load_tokenizer(model), str(config.instruction) or data.instruction)
         config = config.with_changes(instruction=frame.opening)
         with opened(config) as first, output.progress_bar(lines=True) as progress:
             told = beside(wanted, blend, lead_in, exact=first.dtype in (None, "float32"))

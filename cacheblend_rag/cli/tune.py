@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,8 +64,7 @@ def tune_command(
 
         tune.Bar.read(bar)
         read_rules(rules, config.blend, config.lead_in.kind)
-        tokenizer = load_tokenizer(model)
-        data = choose_questions(dataset, questions, asked, tokenizer)
+        data = choose_questions(dataset, questions, asked, partial(load_tokenizer, model))
         data = tune.mixed(data, questions)
         with output.progress_bar(lines=True) as progress:
             tuned = tune.tune_model(

@@ -67,7 +67,7 @@ class QuestionSettings(Settings):
     chunk_tokens: Positive | None = None
     """Cut the documents into chunks of about so many tokens, which end with sentences; of 100 if
     only ``prompt_tokens`` is given."""
-    prompt_tokens: Annotated[tuple[Positive, Positive] | None, AsTuple] = None
+    prompt_tokens: Annotated[tuple[Positive, ...] | None, AsTuple] = None
     """The least and the most tokens of the chunks of a question's documents together; by default
     those that the data set retrieved."""
     max_tokens: Positive = ANSWER_TOKENS
@@ -75,6 +75,9 @@ class QuestionSettings(Settings):
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
+        if self.prompt_tokens is not None and len(self.prompt_tokens) != 2:
+            told = ",".join(map(str, self.prompt_tokens))
+            raise ConfigError(f"prompt_tokens={told} must be two numbers, such as 2000,2400")
         low, high = self.prompt_tokens or (0, math.inf)
         if high < low + MINIMUM_CHUNKS * self.chunk_size:
             raise ConfigError(

@@ -16,7 +16,7 @@ above its text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -54,17 +54,18 @@ def choose_questions(
     source: str,
     questions: int,
     settings: QuestionSettings | None = None,
-    tokenizer: Any = None,
+    load_tokenizer: Callable[[], Any] | None = None,
 ) -> EvalDataset:
     """Return at most so many questions per setting.
 
-    source: ``single-hop`` (which comes with the package), or a file of questions. tokenizer:
-    counts tokens, which are estimated without one. Raises ConfigError, DatasetError on an unknown
-    setting, and the errors of load_dataset.
+    source: ``single-hop`` (which comes with the package), or a file of questions. load_tokenizer:
+    returns what counts the tokens of cut documents; they are estimated without it. Raises
+    ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
     settings = settings or QuestionSettings()
     data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source))
     if settings.cuts:
+        tokenizer = load_tokenizer() if load_tokenizer else None
         count = (lambda text: len(tokenizer.tokenize(text))) if tokenizer else estimate_tokens
         parts = [
             cut(data, setting, settings, questions, count).questions

@@ -186,7 +186,7 @@ class Characters:
 def test_a_file_is_cut_in_all_settings_or_those_asked_for(paragraphs):
     assert choose_questions(paragraphs, 5).settings == ("retrieved",)
     bounds = {"chunk_tokens": 300, "prompt_tokens": (4000, 5000)}
-    data = choose_questions(paragraphs, 4, settings(**bounds), Characters())
+    data = choose_questions(paragraphs, 4, settings(**bounds), Characters)
     assert data.settings == ("adjacent", "fragments", "shuffled")
     assert len(data.questions) == 12
     for question in data.of_setting("adjacent"):
