@@ -14,7 +14,7 @@ from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.quality.cutting import QuestionSettings
 from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
-from cacheblend_rag.settings import EMBEDDED, EngineConfig
+from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,10 +63,8 @@ def evaluate_command(
     with output.stdout_reserved(as_json):
         options.local_model(model)
         checks.check_engine(engine)
-        own = {"engine": engine, "model": model}
-        given = named_settings.engine_options(settings, QuestionSettings, **own)
-        asked = QuestionSettings(**named_settings.taken(given, QuestionSettings))
-        config = EngineConfig.gather(**given)
+        asked, given = named_settings.split(settings, QuestionSettings)
+        config = named_settings.engine_config(given, engine=engine, model=model)
         checks.check_placement(config.device, config.dtype)
         from cacheblend_rag.engines.model_files import load_tokenizer
         from cacheblend_rag.quality.dataset import PromptFrame

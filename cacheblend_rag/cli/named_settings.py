@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,7 @@ from cacheblend_rag.settings.options import Arguments, names_of
 if TYPE_CHECKING:
     from cacheblend_rag.settings import EngineConfig, Settings
 
+KindT = TypeVar("KindT", bound="Settings")
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -114,6 +115,18 @@ def gathered(options: Mapping[str, Any]) -> EngineConfig:
     from cacheblend_rag.settings import EngineConfig
 
     return EngineConfig.gather(**_nested(dict(options)))
+
+
+def split(given: Iterable[str] | None, kind: type[KindT]) -> tuple[KindT, list[str]]:
+    """Return the settings of one kind that ``--set`` gives, and what else it gives.
+
+    Raises:
+        ConfigError: for an invalid setting.
+    """
+    own: dict[bool, list[str]] = {True: [], False: []}
+    for text in given or ():
+        own[text.partition("=")[0] in names_of(kind)].append(text)
+    return kind(**named(own[True], kind)), own[False]
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:

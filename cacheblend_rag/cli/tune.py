@@ -13,7 +13,6 @@ from cacheblend_rag.models import LOCAL_MODELS
 from cacheblend_rag.quality.cutting import QuestionSettings
 from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
-from cacheblend_rag.settings import EngineConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.quality.tune import Tuned
@@ -53,10 +52,8 @@ def tune_command(
     """
     with output.stdout_reserved(as_json):
         checks.check_model(model)
-        own = {"engine": None, "model": None}
-        given = named_settings.engine_options(settings, QuestionSettings, **own)
-        asked = QuestionSettings(**named_settings.taken(given, QuestionSettings))
-        config = EngineConfig.gather(**given)
+        asked, given = named_settings.split(settings, QuestionSettings)
+        config = named_settings.engine_config(given, engine=None, model=None)
         checks.check_placement(config.device, config.dtype)
         from cacheblend_rag.engines.model_files import load_tokenizer
         from cacheblend_rag.quality import tune
