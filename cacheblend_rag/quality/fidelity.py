@@ -17,6 +17,8 @@ from torch import Tensor
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers.loading import is_quantized
+from cacheblend_rag.engines.transformers.trial import same_logits
 from cacheblend_rag.settings import BlendConfig
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Fidelity:
         same_answer: whether all are, so that the rule's own greedy answer is the same.
         gold_logprob: natural logarithm of the best gold answer's probability; None without one.
         gold_tokens: how many tokens that answer has.
+        exact: whether predictions differ by rounding alone.
         kl_prefill: full prefill's own distance, if it is not the reference.
     """
 
@@ -46,6 +49,7 @@ class Fidelity:
     same_answer: bool | None = None
     gold_logprob: float | None = None
     gold_tokens: int = 0
+    exact: bool | None = None
     kl_prefill: float = 0.0
 
 
@@ -67,7 +71,7 @@ class Reference:
     @property
     def of_itself(self) -> Fidelity:
         """Full prefill's own figures: no divergence, and the gold answer's probability."""
-        return Fidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold))
+        return Fidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold), True)
 
 
 def reference(
@@ -111,7 +115,7 @@ def answer_and_compare(
         prompt, sampling, lambda _: asked, config=config, full=config is None
     )
     found, *of_gold = (score.log_probs for score in scores)
-    kl = divergences(reference.log_probs, found)
+    kl, model = divergences(reference.log_probs, found), engine.model
     same = reference.log_probs.argmax(-1) == found.argmax(-1)
     return told, Fidelity(
         kl=float(kl.mean()),
@@ -120,6 +124,7 @@ def answer_and_compare(
         same_answer=bool(same.all()),
         gold_logprob=_log_prob(of_gold[0], reference.gold) if of_gold else None,
         gold_tokens=len(reference.gold),
+        exact=same_logits(found, reference.log_probs, model.dtype, quantized=is_quantized(model)),
     )
 
 

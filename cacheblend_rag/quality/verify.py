@@ -61,9 +61,6 @@ FORBIDS = (BLENDING, POSITIONS, EXACTNESS, STORED, FIDELITY)
 MOST_NOISE = 1e-3
 """KL in nats of a model from itself when the same is computed again; kernels may add in any order.
 """
-MOST_ROUNDING, MOST_HALF_ROUNDING = 1e-4, -math.log(0.95)
-"""KL in nats that rounding may make in float32, and in lower precision: above the latter no setting
-could be told from noise."""
 MOST_KL = 0.25
 """Mean KL, in nats, that a model may lose on the small set: predictions keep 78 % likelihood."""
 LEAST_TOLERANCE, KEY_STEPS = 2e-3, 4.0
@@ -219,10 +216,9 @@ def _checks(
     if precision.found == NAN:
         yield from (Check(name, "skipped", NAN) for name in OF_KV[1:])
         return
-    most = MOST_ROUNDING if engine.model.dtype == torch.float32 else MOST_HALF_ROUNDING
     yield check_positions(engine, prompts[0])
-    yield check_exact(EXACTNESS, first[every.name], most)
-    yield check_stored(engine, frame, questions[0], plain, most)
+    yield check_exact(EXACTNESS, first[every.name])
+    yield check_stored(engine, frame, questions[0], plain)
     found = list(measure(engine, prompts, [FULL, own, plain], warm=False))
     recomputes = base.selector != "none" and base.ratio > 0
     yield check_fidelity(
@@ -248,12 +244,13 @@ def check_precision(
     return Check(PRECISION, "ok", told, measured={"repeat_kl": noise})
 
 
-def check_exact(name: str, found: Measured, most: float) -> Check:
+def check_exact(name: str, found: Measured) -> Check:
     """Check that the answer of a rule that is exact by construction is full prefill's."""
-    why, kl = found.record.not_blended, _compared(found).kl
+    why, compared = found.record.not_blended, _compared(found)
+    kl = compared.kl
     if why:
         return Check(name, "failed", f"nothing was reused: {why}", "see the other checks")
-    if kl <= most:
+    if compared.exact:
         told = f"the same but for rounding, KL {kl:.1e}"
         return Check(name, "ok", told, measured={"kl": kl})
     remedy = "report the model; if it runs in half precision, try --set dtype=float32 first"
@@ -261,7 +258,7 @@ def check_exact(name: str, found: Measured, most: float) -> Check:
 
 
 def check_stored(
-    engine: TransformersEngine, frame: PromptFrame, question: EvalQuestion, plain: Rule, most: float
+    engine: TransformersEngine, frame: PromptFrame, question: EvalQuestion, plain: Rule
 ) -> Check:
     """Check that a first passage's stored KV is what full prefill computes, in every layer.
 
@@ -279,7 +276,7 @@ def check_stored(
         return Check(STORED, "skipped", why)
     prompt = Prompt(asked, (document,), question.answers)
     (found,) = measure(engine, [prompt], [FULL, plain], warm=False)
-    return check_exact(STORED, found[plain.name], most)
+    return check_exact(STORED, found[plain.name])
 
 
 def check_fidelity(

@@ -120,7 +120,7 @@ def test_stored_kv_that_is_not_what_prefill_computes_fails(monkeypatch: pytest.M
         return put(store, key, ChunkKV.of(kv.keys, kv.values.flip(2), kv.position, kv.prior))
 
     monkeypatch.setattr(TieredKVStore, "put", scrambled)
-    assert failed(verify_engine(opened(), DATA)) == {"positions", "fidelity"}
+    assert failed(verify_engine(opened(), DATA)) == {"positions", "stored KV", "fidelity"}
 
 
 def test_float16_is_no_home_for_bfloat16_weights() -> None:
