@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli import named_settings, options, output
+from cacheblend_rag.demo.passages import SINGLE_HOP
 from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.quality.cutting import QuestionSettings
-from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
@@ -63,6 +62,9 @@ def evaluate_command(
     with output.stdout_reserved(as_json):
         options.local_model(model)
         checks.check_engine(engine)
+        from cacheblend_rag.quality.cutting import QuestionSettings
+        from cacheblend_rag.quality.questions import choose_questions
+
         asked, given = named_settings.split(settings, QuestionSettings)
         config = named_settings.engine_config(given, engine=engine, model=model)
         checks.check_placement(config.device, config.dtype)

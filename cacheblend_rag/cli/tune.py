@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cacheblend_rag.cli import named_settings, options, output
+from cacheblend_rag.demo.passages import SINGLE_HOP
 from cacheblend_rag.models import LOCAL_MODELS
-from cacheblend_rag.quality.cutting import QuestionSettings
-from cacheblend_rag.quality.questions import SINGLE_HOP, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
@@ -52,6 +51,9 @@ def tune_command(
     """
     with output.stdout_reserved(as_json):
         checks.check_model(model)
+        from cacheblend_rag.quality.cutting import QuestionSettings
+        from cacheblend_rag.quality.questions import choose_questions
+
         asked, given = named_settings.split(settings, QuestionSettings)
         config = named_settings.engine_config(given, engine=None, model=None)
         checks.check_placement(config.device, config.dtype)

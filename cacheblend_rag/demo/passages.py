@@ -16,6 +16,8 @@ from cacheblend_rag.text.chunk import Document
 FOLDER = Path(__file__).parent / "musique"
 FILE = FOLDER / "passages.json"
 NOTICE = FOLDER / "NOTICE"
+SINGLE_HOP = "single-hop"
+"""Names the packaged questions."""
 SINGLE_HOP_FILE = Path(__file__).parent / "single_hop" / "questions.json"
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from cacheblend_rag.demo.passages import SINGLE_HOP_FILE
+from cacheblend_rag.demo.passages import SINGLE_HOP, SINGLE_HOP_FILE
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.cutting import (
     CUT_SETTINGS,
@@ -46,7 +46,6 @@ Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 Place = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
 """A document and its chunk, by index."""
-SINGLE_HOP = "single-hop"
 KNOWN = "this project's format, a list of questions with ctxs, MuSiQue"
 
 
