@@ -669,7 +669,8 @@ def run(known: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Run:
     main = command.load()
 
     def run_one(tiers: list[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-        asked = ["cacheblend-rag", "store", *arguments, known["kv_path"], *tiers, "--json"]
+        beside = [] if arguments[0] == "copy" else [known["kv_path"]]
+        asked = ["cacheblend-rag", "store", *arguments, *beside, *tiers, "--json"]
         capsys.readouterr()
         with patch("sys.argv", asked), pytest.raises(SystemExit) as ended:
             main()
@@ -759,13 +760,13 @@ def test_commands_tell_what_is_there_and_evict_what_is_asked(
     beside = sum(map(len, place.objects().values())) - told["bytes"]
     assert beside == (3 * 8 if place.kind == "redis" else 0)  # Redis' values begin with a time
     assert [*told["models"].values()] == [engine.model_name]
-    document = ("--document", "document 1", "--model", known["model"])
+    document = ("--only", "document=document 1", "--only", f"model={known['model']}")
     assert [one["key"] for one in run(at, "ls", *document)[1]["chunks"]] == [keys[1]]
     assert run(at, "evict", *document)[1]["evicted"] == 1
     assert hits(ask(engine)) == (True, False, True)
-    assert run(at, "evict", keys[0])[1]["evicted"] == 1
+    assert run(at, "evict", "--only", f"key={keys[0]}")[1]["evicted"] == 1
     assert hits(ask(engine)) == (False, False, True)
-    assert run(at, "evict", "--all", "--yes")[1]["evicted"] == 1
+    assert run(at, "evict", "--yes")[1]["evicted"] == 1
     assert not place.objects()
 
 
@@ -791,15 +792,15 @@ def test_verify_names_what_is_damaged_and_repair_sets_it_aside(
 
 
 @pytest.mark.parametrize("place", LASTING, indirect=True)
-def test_warm_brings_chunks_into_the_fastest_place(
+def test_copy_brings_chunks_into_a_faster_place(
     opened: Open, place: Place, tmp_path: Path, known: dict[str, Any], run: Run
 ) -> None:
     store_all(opened(place.url(), **known))
     fast = f"disk://{tmp_path}/fast?name=fast"
-    for warmed, there in ((3, 0), (0, 3)):
-        told = run([fast, place.url()], "warm")[1]
-        assert (told["warmed"], told["there"]) == (warmed, there)
-        assert (told["missing"], told["left"]) == (0, 0)
+    for copied, there in ((3, 0), (0, 3)):
+        told = run([place.url(), fast], "copy")[1]
+        assert (told["copied"], told["there"]) == (copied, there)
+        assert (told["failed"], told["left"]) == (0, 0)
     place.clear()
     assert hits(ask(opened(fast))) == ALL
 

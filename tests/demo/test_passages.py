@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import json
 
-from cacheblend_rag.quality.metrics import holds_answer
-
 from cacheblend_rag.demo.passages import FILE, NOTICE, load_passages, load_real_texts
+from cacheblend_rag.quality.scores import holds_answer
 
 
 def test_every_answer_stands_in_its_passage():

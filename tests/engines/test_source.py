@@ -60,7 +60,7 @@ def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.Monkey
 
 
 def test_a_given_engine_is_returned_and_goes_nowhere_else(engine: Engine) -> None:
-    source = EngineSource.of(engine, example="llm.engine")
+    source = EngineSource.of(engine, None, example="llm.engine")
     assert source.was_given
     assert source.open(never) is engine
     for twin in (copy.copy(source), copy.deepcopy(source)):
@@ -89,7 +89,7 @@ def test_copies_and_pickles_open_it_by_their_own_settings() -> None:
 )
 def test_what_is_no_engine_is_named(engine: object, told: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        EngineSource.of(engine, example="llm.open()")
+        EngineSource.of(engine, "m", example="llm.open()")
     assert told in str(raised.value)
     assert "sesame" not in str(raised.value)
 

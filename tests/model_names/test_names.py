@@ -31,11 +31,11 @@ def test_a_folder_that_is_not_there_is_called_that(name: str) -> None:
         assert str(failure.value) == f"model={name!r}: there is no such folder"
 
 
-def test_a_hub_name_that_cannot_be_had_says_that_no_folder_is_called_so(
+def test_a_hub_name_that_cannot_be_had_says_that_there_is_no_such_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="from a hub, and no folder here is") as error:
+    with pytest.raises(ModelLoadError, match="from a hub, and there is no such folder") as error:
         TransformersEngine("nobody/nothing")
     assert "\n" not in str(error.value)
 
