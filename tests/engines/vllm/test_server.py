@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,6 @@ from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.kv.samples import until
 from tests.models import words
-from tests.readme import blocks
 from tests.toy import TOY, DemoPrompt, generate_prompts
 from tests.toy.prompt import HEAD, documents, text
 from tests.unmodified_clients import UnmodifiedClients
@@ -107,17 +104,6 @@ def engine(server: RunningServer) -> Iterator[VLLMEngine]:
 @pytest.fixture(scope="module")
 def indexed(engine: VLLMEngine) -> PrecomputeReport:
     return engine.precompute(documents(*PROMPTS), progress=False)
-
-
-def test_the_readmes_program_asks_it(server: RunningServer) -> None:
-    """As it stands but for the address, model, key and namespace of the server that is here."""
-    (program,) = [block for block in blocks("python") if "http://" in block]
-    there = program.replace("http://127.0.0.1:8000", server.url)
-    there = there.replace('model="smollm2"', f'model="{TOY}", namespace="{NAMESPACE}"')
-    assert NAMESPACE in there
-    environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
-    run = [sys.executable, "-c", there]
-    assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip()
 
 
 def store(engine: VLLMEngine, *texts: str) -> None:

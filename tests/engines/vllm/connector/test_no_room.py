@@ -36,7 +36,7 @@ def engine(llama: InProcessEngine) -> InProcessEngine:
 
 def asked(number: int) -> dict[str, Any]:
     """How to ask something of a work of its own, which vLLM's prefix cache does not hold yet."""
-    config = CONFIG.with_changes(recompute_ratio=0.3 + number / 1000)
+    config = CONFIG.with_changes(recompute_ratio=0.3 + number / 1000, reuse_prefix=False)
     return {"prompt": retrieved(seed=number), "sampling": SHORT, "config": config}
 
 
