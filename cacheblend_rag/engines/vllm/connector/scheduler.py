@@ -113,7 +113,9 @@ class ConnectorScheduler:
         # vLLM's own blocks with these tokens are exact; they are found before others are set apart.
         if blend.config.reuse_prefix and not blend.config.trace:
             held = held_plainly(request, self.is_cached, self._block_size)
-            pending.may_go_on = self._is_held(request, blend, held)
+            # Blocks that end before the first chunk hold nothing that would be reused.
+            reaches = held > blend.chunks[0].start
+            pending.may_go_on = reaches and self._is_held(request, blend, held)
         if not pending.may_go_on:
             self._set_apart(request, pending, blend)
 
