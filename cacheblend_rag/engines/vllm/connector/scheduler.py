@@ -113,14 +113,15 @@ class ConnectorScheduler:
         # vLLM's own blocks with these tokens are exact; they are found before others are set apart.
         if blend.config.reuse_prefix and not blend.config.trace:
             held = held_plainly(request, self.is_cached, self._block_size)
-            # Blocks that end before the first chunk hold nothing that would be reused.
-            reaches = held > blend.chunks[0].start
-            pending.may_go_on = reaches and self._is_held(request, blend, held)
+            pending.may_go_on = self._is_held(request, blend, held)
         if not pending.may_go_on:
             self._set_apart(request, pending, blend)
 
     def _is_held(self, request: Request, blend: Blend, computed: int) -> bool:
-        return is_held(blend.chunks[-1].end, request.num_prompt_tokens, computed, self._block_size)
+        """Whether vLLM's own blocks stand for the chunks; those that end before them do not."""
+        first, last = blend.chunks[0].start, blend.chunks[-1].end
+        tokens, size = request.num_prompt_tokens, self._block_size
+        return computed > first and is_held(last, tokens, computed, size)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""

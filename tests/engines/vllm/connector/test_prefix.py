@@ -18,7 +18,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Generation
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, Generation
 from cacheblend_rag.engines.vllm import same_passages
 from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
@@ -290,6 +290,19 @@ def test_what_vllm_computed_in_full_is_an_exact_prefix(engine: InProcessEngine) 
     for changes in ({"reuse_prefix": False}, {"trace": True}):
         assert generate(engine, again(4), **changes).report.recomputed_tokens > 0
     assert generate(engine, prompt(1)).report.recomputed_tokens > 0, "in another order"
+
+
+def test_a_beginning_that_vllm_holds_does_not_stand_for_a_short_passage(
+    engine: InProcessEngine,
+) -> None:
+    passage = Chunk(words(60, 99))
+    engine.precompute([passage], progress=False)
+    for question in (1, 2):
+        asked = prompt_of(words(300, 51), passage, " w7 ", words(23, question))
+        told(engine, plain_of(sent(engine, asked)))
+        asked = prompt_of(words(300, 51), passage, " w7 ", words(23, question + 2))
+        (chunk,) = generate(engine, asked).report.chunks
+        assert (chunk.hit, chunk.tier) == (True, "host")
 
 
 def test_what_was_to_be_blended_and_is_computed_in_full_is_one_too(
