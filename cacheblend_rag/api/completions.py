@@ -119,16 +119,18 @@ class CompletionForm(ChoicesForm):
         self._lengths = Counter[int]()  # characters of each choice that logprobs have told of
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
-        scored = (*(answer.prompt_logprobs or ()), *(answer.logprobs or ()))
-        told = self._logprobs(scored, 0) if scored else None
+        tokens = answer.logprobs
+        scored = None if tokens is None else (*(answer.prompt_logprobs or ()), *tokens)
+        told = None if scored is None else self._logprobs(scored, 0)
         text = self._echoed(index) + answer.text
         ids = self._ids(index, answer.token_ids, answer)
         return _choice(index, text, answer.finish_reason, told) | ids
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
         if self._body.max_tokens == 0:
-            nothing: Any = {"text": "", "token_ids": (), "logprobs": (), "finish_reason": "length"}
-            answers = [replace(one, **nothing) for one in answers]
+            told = None if self._body.logprobs is None else ()
+            nothing: Any = {"text": "", "token_ids": (), "logprobs": told}
+            answers = [replace(one, finish_reason="length", **nothing) for one in answers]
         return {**super().whole(answers), **self._result(answers[0])}
 
     def _ids(self, index: int, new: Sequence[int], answer: Generation | None) -> dict[str, Any]:

@@ -57,6 +57,8 @@ async def test_the_prompt_is_echoed(client):
     asked = {"model": "model", "prompt": "w3 w4", "echo": True}
     answer = await client.completions.create(**asked)
     assert answer.choices[0].text == "w3 w4Hello, wörld"
+    alone = await client.completions.create(**asked, max_tokens=0)
+    assert (alone.choices[0].text, alone.choices[0].logprobs) == ("w3 w4", None)
     stream = await client.completions.create(**asked, stream=True)
     assert "".join([c.choices[0].text async for c in stream]) == "w3 w4Hello, wörld"
 
