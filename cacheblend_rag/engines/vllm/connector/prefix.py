@@ -77,16 +77,19 @@ def held_plainly(request: Request, is_cached: IsCached, block_size: int) -> int:
     return block_size * sum(1 for _ in takewhile(is_cached, request.block_hashes))
 
 
-def is_held(last: int, tokens: int, computed: int, block_size: int) -> bool:
+def is_held(chunks: Sequence[FoundChunk], tokens: int, computed: int, block_size: int) -> bool:
     """Whether vLLM's prefix cache has all that a blend would load, but for a part not worth a pass.
 
+    Blocks that end before the first chunk have nothing of it.
+
     Args:
-        last: where the last chunk ends.
+        chunks: of the prompt, in order.
         tokens: of the whole prompt.
         computed: how many of the first ones vLLM's prefix cache holds.
         block_size: up to so many tokens are in no complete block, which it cannot hold.
     """
-    return bool(computed) and last - computed <= max(block_size, int(LEAST_SHARE * tokens))
+    left = chunks[-1].end - computed
+    return computed > chunks[0].start and left <= max(block_size, int(LEAST_SHARE * tokens))
 
 
 def held_result(chunks: Sequence[FoundChunk], computed: int, why: Reason) -> BlendResult:

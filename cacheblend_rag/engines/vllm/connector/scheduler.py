@@ -118,10 +118,7 @@ class ConnectorScheduler:
             self._set_apart(request, pending, blend)
 
     def _is_held(self, request: Request, blend: Blend, computed: int) -> bool:
-        """Whether vLLM's own blocks stand for the chunks; those that end before them do not."""
-        first, last = blend.chunks[0].start, blend.chunks[-1].end
-        tokens, size = request.num_prompt_tokens, self._block_size
-        return computed > first and is_held(last, tokens, computed, size)
+        return is_held(blend.chunks, request.num_prompt_tokens, computed, self._block_size)
 
     def _read(self, request: Request) -> Pending:
         """Return the state of a new request, for its own namespace."""
