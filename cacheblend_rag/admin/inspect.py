@@ -58,17 +58,17 @@ class Choice(Settings):
     key: Annotated[str, AfterValidator(_key)] | None = None
     """The chunk of a key."""
     fingerprint: Annotated[str, AfterValidator(_fingerprint)] | None = None
-    """Chunks of one model and its settings."""
+    """Only chunks with this fingerprint: of one model and its settings."""
     namespace: str | None = None
-    """Chunks of a namespace."""
+    """Only chunks of this namespace."""
     model: str | None = None
-    """Chunks of a model: its name or its folder."""
+    """Only chunks of this model, by its name or folder."""
     document: str | None = None
-    """Chunks of a document, found with the tokenizer of ``model``."""
+    """Only chunks of the document with this id; needs ``model``, whose tokenizer names chunks."""
     older_than: Seconds | None = None
-    """Chunks that were written longer ago."""
+    """Only chunks that were written longer ago, in seconds."""
     newer_than: Seconds | None = None
-    """Chunks that were written since."""
+    """Only chunks that were written within this time, in seconds."""
 
     def condition(self, folder: Path | None, *, spare: bool = False) -> Condition:
         """Return the predicate for the chunks.
@@ -193,13 +193,13 @@ class OpenStore:
         }
 
     def by_use(self, choice: Choice, *, spare: bool = False) -> list[tuple[KVKey, Entry]]:
-        """Return the chunks that are chosen, least recently used first; see Choice.condition."""
+        """Return the stored chunks that match ``choice``, least recently used first."""
         condition = choice.condition(self.folder, spare=spare)
         chosen = [one for one in self.store.entries().items() if condition(*one)]
         return sorted(chosen, key=lambda item: item[1].used_at)
 
     def pin(self, choice: Choice) -> int:
-        """Pin the chosen chunks that are stored; returns how many.
+        """Pin the stored chunks that match ``choice``; returns how many.
 
         Pinned chunks no process evicts for capacity or age. Raises StoreError when no tier keeps
         pins.

@@ -138,7 +138,7 @@ class _Measurement:
         }
 
     def _loads(self) -> Mapping[str, float | None]:
-        """Return how long blends waited for chunks, and what of reading them was hidden."""
+        """Return medians of seconds waited for stored KV and of reading hidden by computing."""
         seconds = [one.report.seconds for one in self.blends[1:]]
         waited = median(one.look_up + one.load for one in seconds)
         hidden = median(one.load_hidden for one in seconds)

@@ -179,9 +179,9 @@ class RagWorkload:
 
     @classmethod
     def draw(cls, requests: int, chunks: int) -> RagWorkload:
-        """Return so many requests, each with a question behind ``chunks`` passages of real text.
+        """Return ``requests`` prompts, each with ``chunks`` passages of real text and a question.
 
-        Passages are asked for by Zipf's law, as those of a knowledge base are, in random order.
+        How often a passage occurs follows Zipf's law; passages stand in random order.
         Raises ConfigError for more passages in a prompt than there are.
         """
         if chunks > DOCUMENTS * PASSAGES:
@@ -218,7 +218,7 @@ class RagWorkload:
 
 
 def zipf_weights(count: int, exponent: float) -> list[float]:
-    """Return the cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
+    """Return cumulative weights of ranks 1 to ``count`` by Zipf's law, for ``draw_ranks``."""
     return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
 
 

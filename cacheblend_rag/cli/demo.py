@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WAYS = {"full": "full prefill", "reuse": "plain reuse", "blend": "blend"}
 QUESTIONS, RETRIEVED = 6, 8
-"""A minute on two CPU cores; passages of a prompt."""
+"""How many questions are asked (a minute on two CPU cores), and passages per prompt."""
 SHOWN_CHARACTERS = 100
 
 
@@ -114,7 +114,7 @@ def _show(console: Console, model: str) -> dict[str, Any]:
 def _answers(
     engine: Engine, frame: PromptFrame, sample: PassageSample
 ) -> Iterator[tuple[EvalQuestion, dict[str, Measured]]]:
-    """Yield each question over the nearest passages, and its answers, from one prompt."""
+    """Yield each question with its retrieved passages, and the answers by full, reuse and blend."""
     from cacheblend_rag.quality.dataset import EvalQuestion
     from cacheblend_rag.quality.measure import FULL, Rule, measure
 
@@ -146,7 +146,7 @@ def _plain(found: Measured) -> dict[str, Any]:
 
 
 def _totals(answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return totals: right answers, those with full prefill's text, medians of tokens and times."""
+    """Sum up: right answers, answers equal to full prefill's, medians of tokens and of times."""
     blends = [one["blend"]["report"] for one in answered]
     totals: dict[str, Any] = {
         "questions": len(answered),

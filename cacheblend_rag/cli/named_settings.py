@@ -100,7 +100,7 @@ def taken(options: dict[str, Any], kind: type[Settings]) -> dict[str, Any]:
 
 
 def engine_config(given: Iterable[str] | None, **fixed: Any) -> EngineConfig:
-    """Return an engine's settings; fixed: as for ``engine_options``.
+    """Return the EngineConfig of ``--set`` values; fixed: as for ``engine_options``.
 
     Raises:
         ConfigError: for an unknown or invalid setting, and for one of ``fixed`` in ``given``.

@@ -67,7 +67,7 @@ def opened_prompt(
 def opened_question(
     folder: Path, question: str, given: Mapping[str, Any], progress: ProgressCallbacks
 ) -> Iterator[Opened]:
-    """Open a collection with the ``given`` settings, and retrieve passages for a question."""
+    """Open a collection's engine with the ``given`` settings, and build a question's prompt."""
     asked = clean_question(question)
     with Asker(folder, given, progress=progress) as asker:
         sources = asker.retrieve(asked, asking.TOP_K, PassageOrder.SCORE)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cacheblend_rag.errors import ConfigError, ModelLoadError, PromptError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag import FILE_NAME, KV_NAME
-
-if TYPE_CHECKING:
-    pass
 
 
 def finite(value: float | None) -> float | None:
@@ -65,7 +62,7 @@ def local_model(name: str) -> str:
 def store_folder(path: Path) -> Path:
     """Let a folder through unless it is a collection's; raises StoreError, naming its store."""
     if (path / FILE_NAME).exists():
-        raise StoreError(f"{path} is a collection: its store is --kv-path {path / KV_NAME}")
+        raise StoreError(f"{path} is a collection: its store is {path / KV_NAME}")
     return path
 
 

@@ -200,7 +200,7 @@ def serve_command(
 
 
 def _allow(found: dict[str, Any], allowed: Iterable[str], why: str) -> None:
-    """Raise ConfigError for a setting that is none of ``allowed``."""
+    """Raise ConfigError for a setting that is not in ``allowed``; why: for the message."""
     for name in found.keys() - set(allowed):
         raise ConfigError(f"--set {name}: {why}: leave it out")
 

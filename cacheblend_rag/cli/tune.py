@@ -107,4 +107,4 @@ def _print(tuned: Tuned, out: Path) -> None:
     console.print(table)
     console.print(tuned.advice, style="bold", soft_wrap=True, markup=False)
     if tuned.profile is not None:
-        console.print(f"written to {out}: --profile {out}", soft_wrap=True, markup=False)
+        console.print(f"written to {out}: --set profile={out}", soft_wrap=True, markup=False)

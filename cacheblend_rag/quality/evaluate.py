@@ -128,7 +128,7 @@ def evaluate(
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[Engine]:
-    """Yield an engine that can blend, until the block is left.
+    """Open an engine whose model can be blended; it is closed when the block is left.
 
     Raises UnsupportedModelError when the model's KV cannot be blended, and the errors of
     open_engine.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -49,10 +49,10 @@ class Bar:
 
     @classmethod
     def read(cls, text: str) -> Bar:
-        """Return the bar of a text such as ``score`` or ``fidelity=0.9``; raises ConfigError."""
+        """Parse a bar such as ``score`` or ``fidelity=0.9``; raises ConfigError."""
         kind, _, least = text.partition("=")
         try:
-            return cls(kind, float(least or LEAST))  # type: ignore[arg-type]
+            return cls(cast("BarKind", kind), float(least or LEAST))
         except ValueError as error:
             raise ConfigError(f"bar {text!r} must be KIND=SHARE, such as fidelity=0.95") from error
 

@@ -335,7 +335,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and of malformed rows into a StoreError."""
+    """Raise StoreError for errors of SQLite and for malformed rows."""
     try:
         yield
     except CacheBlendError:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
 
 PART_CHUNKS = 32
-"""So many chunks are computed at once, then progress is shown."""
+"""Chunks computed between two updates of the progress display."""
 PAUSE_SECONDS = 10.0
-"""After a tier has failed nothing is computed for so long."""
+"""Seconds without computing KV after a tier has failed to store it."""
 MOST_NAMED = 10
 """How many skipped files get a warning of their own."""
 NAME_BREAKS = re.compile(r"[-_.\s]+")

@@ -40,7 +40,7 @@ INSTRUCTION = (
     "the one before it. Answer from them alone. If they do not hold the answer, say so."
 )
 SUMMARY = "What is the main content of this text?"
-"""The question if none is given."""
+"""The default question."""
 COMBINE = (
     "The parts above answer the question below, each from another section of one document, in its "
     "order. Join them to one answer. Leave out what they repeat, and parts without an answer."

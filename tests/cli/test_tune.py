@@ -31,7 +31,7 @@ def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_p
     page = cli(*arguments)
     assert (tmp_path / "results.jsonl").read_text() == told
     assert "plain reuse is enough" in page.stdout
-    assert f"--profile {tmp_path / 'mine.toml'}" in page.stdout.replace("\n", "")
+    assert f"--set profile={tmp_path / 'mine.toml'}" in page.stdout.replace("\n", "")
 
 
 def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):

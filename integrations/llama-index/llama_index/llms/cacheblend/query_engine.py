@@ -92,7 +92,7 @@ def cacheblend_query_engine(
 
 
 class _Given(CheckedOptions):
-    """Arguments of cacheblend_query_engine, checked."""
+    """Validates the arguments of ``cacheblend_query_engine``."""
 
     text_qa_template: InstanceOf[BasePromptTemplate] | None
     summary_template: InstanceOf[BasePromptTemplate] | None
