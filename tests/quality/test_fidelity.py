@@ -23,7 +23,7 @@ class RoteEngine:
 
     def __init__(self, full, blended, answer, finish):
         self.full, self.blended = torch.tensor(full).log(), torch.tensor(blended).log()
-        self.answer, self.finish = answer, finish
+        self.answer, self.finish, self.model = answer, finish, make_model()
 
     def tokenize(self, text):
         return tuple(int(part) for part in text.split())
@@ -53,7 +53,7 @@ def test_figures_of_known_distributions() -> None:
     assert told.token_ids == (0, 0)
     assert fidelity.kl_first == fidelity.kl == pytest.approx(0.3 * math.log(2))
     assert (fidelity.top1, fidelity.same_answer, fidelity.gold_tokens) == (0.0, False, 1)
-    assert fidelity.gold_logprob == pytest.approx(math.log(0.6))
+    assert (fidelity.gold_logprob, fidelity.exact) == (pytest.approx(math.log(0.6)), False)
 
 
 def test_the_end_token_is_part_of_the_answer() -> None:
