@@ -56,7 +56,7 @@ class Choice(Settings):
     _noun: ClassVar[str] = "condition"
 
     key: Annotated[str, AfterValidator(_key)] | None = None
-    """The chunk of a key."""
+    """Only the chunk with this key."""
     fingerprint: Annotated[str, AfterValidator(_fingerprint)] | None = None
     """Only chunks with this fingerprint: of one model and its settings."""
     namespace: str | None = None

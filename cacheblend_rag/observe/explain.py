@@ -198,7 +198,7 @@ def explain_page(found: Explained, title: str = "cacheblend-rag explain") -> str
 
 
 def _round_above(most: int) -> int:
-    """Return a number from ``most`` on that can be divided into four round ones."""
+    """Return a plot's upper bound: at least ``most``, and a round number in each quarter."""
     unit: int = 10 ** max(0, math.floor(math.log10(max(most, 1) / 4)) - 1)
     return next(4 * unit * step for step in STEPS if 4 * unit * step >= most)
 

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 BUSY_OTHERS = 0.25
-"""Others use so much of the CPUs, with hardly any left idle: the machine is busy."""
+"""The machine is busy if other processes use this share of the CPUs, and less is idle than:"""
 BUSY_IDLE = 0.15
 BUSY_STEAL = 0.1
 """Share of the CPUs that the hypervisor gave to other machines."""

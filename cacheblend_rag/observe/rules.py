@@ -26,15 +26,15 @@ MUCH_MISSED = 0.1
 SHORT_PROMPT = 1000
 """Tokens below which little can be gained."""
 LEAST_GAIN = 1.5
-"""A short prompt is named unless it is so many times sooner."""
+"""A short prompt is a finding unless its first token comes this many times sooner."""
 WAITS = 0.5
 """Share of a request's time to first token that it waits for one tier, for that tier to be slow."""
 WORTH = 0.3
 """The wait is at least this share of full prefill, so that it costs much of the gain."""
 CONFIRMED = 0.25
-"""Reading the chunks once more takes at least this share of the wait: it was no hiccup."""
+"""A tier is slow if reading the chunks once more takes at least this share of the wait."""
 LATE = 0.5
-"""Depth from which on a check layer is late: all rows run up to it."""
+"""Share of the layers from which on a check layer is late: all rows are computed up to it."""
 MUCH_WORK = 0.5
 """Share of full prefill's work that leaves too little gain."""
 MIB = 1 << 20

@@ -61,7 +61,7 @@ def _runs(text: str) -> set[tuple[str, ...]]:
 
 
 def _similar(chunk: Chunk, text: str, share: float) -> SimilarChunk:
-    """Show a chunk and a text around the first difference, from the first words in common on."""
+    """Align a chunk and a text by their first words in common; return both where they differ."""
     is_spaced = " ".join(chunk.text.split()) in " ".join(text.split())
     ours, theirs = (list(re.finditer(r"\S+", one)) for one in (chunk.text, text))
     a, b = ([word[0].casefold() for word in words] for words in (ours, theirs))

@@ -232,7 +232,7 @@ class VLLMEngine(Engine):
     # A request: a wish for the connector, then vLLM's answer
 
     def _check_sampling(self, sampling: ResolvedSampling) -> None:
-        """Leave it to vLLM, which refuses a request before it begins to work.
+        """Leave checks to vLLM, which makes them before it begins to work.
 
         Raises ConfigError for log-probabilities of the prompt.
         """

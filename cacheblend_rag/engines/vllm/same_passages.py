@@ -49,7 +49,7 @@ class SamePassages:
             self._idle.add(job)
 
     def _computed(self, tokens: tuple[int, ...], salt: str | None) -> Generator[None, None, None]:
-        """Have vLLM compute tokens, some more each time; it does each time last."""
+        """Have vLLM prefill tokens in steps, each a request that others go before."""
         transport = self._engine.transport
         for end in (*range(STEP_TOKENS, len(tokens), STEP_TOKENS), len(tokens)):
             request = VLLMRequest(tokens[:end], ONE_TOKEN, salt, IDLE)
