@@ -11,8 +11,7 @@ import subprocess
 import sys
 
 from toy import TOY
-
-from cacheblend_rag.engines.vllm.serve import running_server
+from vllm_server import running_server
 
 VARIABLE = "CACHEBLEND_TEST_ENGINE"
 FLAGS = ("--dtype", "float32", "--enforce-eager")

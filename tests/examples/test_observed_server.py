@@ -35,13 +35,13 @@ from cacheblend_rag import (
     trace_requests,
 )
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.serve import running_server
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.examples.test_dashboard import FOLDER, SOURCES, asked, queries
 from tests.local_servers import HOST, Server, prometheus_server
 from tests.otlp_receiver import OTLPReceiver, receiving
 from tests.toy import TOY, generate_prompts
 from tests.toy.prompt import HEAD, documents, text
+from tests.vllm_server import running_server
 
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
 ANSWER = SamplingParams(max_tokens=4)

@@ -1,26 +1,18 @@
-"""Builds the command of a blending vLLM server, and runs one as a subprocess."""
+"""Builds the command of a blending vLLM server."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from http.client import HTTPException
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any
-from urllib.request import urlopen
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
@@ -30,7 +22,7 @@ from cacheblend_rag.engines.vllm.versions import (
     installed_version,
     memory_share,
 )
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import public_name
 
 if TYPE_CHECKING:
@@ -51,11 +43,7 @@ USAGE_FLAGS = ("--enable-prompt-tokens-details", "--no-enable-prompt-tokens-deta
 FORMS_FLAG = "--structured-outputs-config"
 HOST = "127.0.0.1"
 PORT = 8000
-START_SECONDS = 600.0
 POOL_FLAGS = ("--enable-sleep-mode", "--enable-cumem-allocator")
-STOP_SECONDS = 20.0
-POLL_SECONDS = 0.2
-TOLD_LINES = 3
 
 
 def server_command(
@@ -167,124 +155,3 @@ def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:
 def has_flag(flags: Sequence[str], names: Sequence[str]) -> bool:
     """Whether an option without a value is among vLLM's flags, by any of its names."""
     return any(flag.partition("=")[0].replace("_", "-") in names for flag in flags)
-
-
-@dataclass(frozen=True)
-class RunningServer:
-    """A server in a process group of its own. log: the file that its output goes to."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def stop(self) -> None:
-        """End the server and all its workers."""
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_SECONDS)
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-
-    def _signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def wait_until_ready(self, seconds: float) -> None:
-        """Return once it answers; raises EngineUnavailableError when it ends or takes too long."""
-        deadline = time.monotonic() + seconds
-        while not _answers(self.url):
-            if (status := self.process.poll()) is not None:
-                raise EngineUnavailableError(
-                    f"the vLLM server ended with status {status} while starting: {self._told()}"
-                )
-            if time.monotonic() > deadline:
-                raise EngineUnavailableError(
-                    f"the vLLM server did not start within {seconds:.0f} s: {self._told()}"
-                )
-            time.sleep(POLL_SECONDS)
-
-    def _told(self) -> str:
-        """Return the last lines of its log, joined."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        told = [" ".join(line.split()) for line in lines if line.strip()]
-        return " | ".join(told[-TOLD_LINES:]) or "it wrote nothing"
-
-
-@contextmanager
-def running_server(
-    model: str | Path,
-    *,
-    port: int | None = None,
-    start_seconds: float = START_SECONDS,
-    environment: Mapping[str, str] | None = None,
-    **options: Any,
-) -> Iterator[RunningServer]:
-    """Serve ``model`` on this machine until the block is left.
-
-    port: a free one by default. environment: added to this process' own. options: as for
-    server_command. Raises what server_command raises, and EngineUnavailableError when the server
-    does not start.
-    """
-    added = server_environment() if options.get("connector", True) else {}
-    with ExitStack() as held:
-        port = port or held.enter_context(reserved_port())
-        command = server_command(model, host=HOST, port=port, **options)
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-server-"))
-        log = Path(folder) / "server.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(  # noqa: S603
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **added, **(environment or {})},
-                start_new_session=True,
-            )
-        server = RunningServer(f"http://{HOST}:{port}", process, log)
-        with _exit_on_sigterm():
-            try:
-                server.wait_until_ready(start_seconds)
-                yield server
-            finally:
-                server.stop()
-
-
-@contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that blocks are left and a started server is stopped."""
-
-    def leave(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    its_own = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    if its_own or current_thread() is not main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a free port that the system gives to no other process meanwhile (on Linux).
-
-    A server that sets SO_REUSEADDR, as servers do, may listen on it.
-    """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((HOST, 0))
-        port = int(held.getsockname()[1])
-        if sys.platform != "linux":  # others refuse the server, too
-            held.close()
-        yield port
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health", timeout=POLL_SECONDS * 10):  # noqa: S310
-            return True
-    except (OSError, HTTPException):
-        return False

@@ -13,11 +13,11 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from tests.engines.vllm.forking import fork_engines
 from tests.engines.vllm.opening import vllm_in_process
 from tests.models import make_tokenizer, save_model
 from tests.servers import redis, s3  # noqa: F401 - fixtures
+from tests.vllm_server import RunningServer, running_server
 
 if TYPE_CHECKING:
     from tests.engines.vllm.inprocess import InProcessEngine

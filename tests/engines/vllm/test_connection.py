@@ -27,7 +27,6 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connection import VLLMServer
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.result import NO_CONNECTOR
-from cacheblend_rag.engines.vllm.serve import reserved_port
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -38,6 +37,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.settings.base import Secret
 from tests.engines.vllm.opening import vllm_server
+from tests.local_servers import free_port
 from tests.models import QWEN_SAMPLING, make_tokenizer, words
 from tests.toy import TOY
 
@@ -363,8 +363,8 @@ def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
     canned.fail = [500] * 9
     with pytest.raises(CacheBlendError) as raised:
         open_engine(canned.url, model=TOY, api_key=KEY)
-    with reserved_port() as port, pytest.raises(CacheBlendError) as unreachable:
-        open_engine(f"http://127.0.0.1:{port}", model=TOY, api_key=KEY)
+    with pytest.raises(CacheBlendError) as unreachable:
+        open_engine(f"http://127.0.0.1:{free_port()}", model=TOY, api_key=KEY)
     for caught in (raised, unreachable):
         told = TracebackException.from_exception(caught.value, capture_locals=True)
         shown = "".join(told.format())

@@ -28,14 +28,15 @@ from cacheblend_rag.cli.main import app
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION
-from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.kv.samples import until
+from tests.local_servers import free_port
 from tests.models import words
 from tests.toy import TOY, DemoPrompt, generate_prompts
 from tests.toy.prompt import HEAD, documents, text
 from tests.unmodified_clients import UnmodifiedClients
+from tests.vllm_server import RunningServer
 
 KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
@@ -81,9 +82,8 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
 
 
 @pytest.fixture(scope="module")
-def server(start: Start) -> Iterator[RunningServer]:
-    with reserved_port() as port:
-        yield start(port)
+def server(start: Start) -> RunningServer:
+    return start(free_port())
 
 
 @pytest.fixture(scope="module")
