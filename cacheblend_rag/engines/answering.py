@@ -174,7 +174,7 @@ class Answering(Backend):
         """
         requests = [self._request(one, sampling, config, hints) for one in prompts]
         with self._working(*requests):
-            return answer_batch(self._begun, requests, self._wanting)
+            return answer_batch(self._begun, requests)
 
     async def agenerate(
         self,

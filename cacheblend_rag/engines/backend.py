@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from cacheblend_rag.blend.selectors import make_selector
@@ -116,13 +115,6 @@ class Backend(ABC):
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
-
-    def _wanting(self, keys: Iterable[KVKey]) -> AbstractContextManager[object]:
-        """Keep what is read of chunks in memory, until the context ends, for others that read them.
-
-        An engine that reads no chunks itself keeps nothing.
-        """
-        return nullcontext()
 
     keeps_turns: ClassVar[bool] = False
     """Whether it finds what it has stored of conversations' turns."""

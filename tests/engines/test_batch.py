@@ -5,44 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cacheblend_rag.engines.answer import Delta
-from cacheblend_rag.engines.batch import (
-    MOST_OVERTAKEN,
-    MOST_TOGETHER,
-    Chunks,
-    answer_batch,
-    by_overlap,
-)
+from cacheblend_rag.engines.batch import MOST_TOGETHER, answer_batch, by_overlap
 from cacheblend_rag.engines.stream import Cancellation, Stream, Take
 from cacheblend_rag.errors import OutOfMemoryError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from tests.kv.samples import make_key
 
 PATIENCE = 30.0
-KEYS = [make_key(number) for number in range(200)]
-PROMPTS = st.lists(
-    st.dictionaries(st.sampled_from(KEYS[:12]), st.integers(1, 500), max_size=5), max_size=90
-)
 
 
-def chunks(*numbers: int, tokens: int = 10) -> Chunks:
-    return {KEYS[number]: tokens for number in numbers}
-
-
-@given(prompts=PROMPTS)
-@settings(max_examples=100, deadline=None)
-def test_no_prompt_waits_longer_than_it_may(prompts: list[Chunks]) -> None:
-    order = by_overlap(prompts)
-    assert sorted(order) == list(range(len(prompts)))
-    assert all(place <= index + MOST_OVERTAKEN for place, index in enumerate(order))
+def chunks(*numbers: int) -> dict[KVKey, int]:
+    return {make_key(number): 10 for number in numbers}
 
 
 def test_those_that_share_chunks_stand_together() -> None:
@@ -97,7 +77,7 @@ def engine() -> Engine:
 
 
 def answer(engine: Engine, requests: list[Request]) -> Any:
-    return answer_batch(engine.start, requests, lambda _: nullcontext())
+    return answer_batch(engine.start, requests)
 
 
 def test_answers_come_in_the_order_of_requests_few_at_a_time(engine: Engine) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -242,9 +242,6 @@ class TransformersEngine(Engine):
         return self.found_chunks.find(prompt)
 
     # A request: prefill, then decode
-
-    def _wanting(self, keys: Iterable[KVKey]) -> AbstractContextManager[object]:
-        return self.store.reads.wanting(keys)
 
     def _start(self, request: Request) -> Stream[Delta]:
         def begin(push: Take[Delta]) -> Future[Delta]:

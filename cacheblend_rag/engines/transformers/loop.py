@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.batch import MOST_TOGETHER, Chunks, OverlapQueue
+from cacheblend_rag.engines.batch import MOST_TOGETHER
 from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep, run_steps
@@ -49,11 +49,8 @@ END: Any = object()
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Turn:
     """What a prompt with chunks needs first: that few others are being prefilled."""
-
-    chunks: Chunks
 
 
 Need: TypeAlias = Turn | DecodeStep | Sequence[Future[Any]]
@@ -121,8 +118,7 @@ class ModelLoop:
         # In the thread:
         self._came = self._requests = 0
         self._left_at = -QUIET_SECONDS
-        self._queue = OverlapQueue[_Task]()
-        self._prompts = deque[_Task]()
+        self._queue, self._prompts = deque[_Task](), deque[_Task]()
         self._decoding: list[_Task] = []
         self._prefilling_took = self._decoding_took = 0.0
         self._steps = 0
@@ -260,7 +256,7 @@ class ModelLoop:
         """Let a task wait for what it needs."""
         need, task.since = task.need, monotonic()
         if isinstance(need, Turn):
-            self._queue.add(task, need.chunks)
+            self._queue.append(task)
         elif isinstance(need, DecodeStep):
             if task.behind is None:
                 task.behind, task.has_turn = self._came, False
@@ -275,7 +271,7 @@ class ModelLoop:
         """Let the next prompts begin, as long as few enough are prefilled at a time."""
         begun = sum(task.has_turn and not task.is_stalled for task in self._prompts)
         for _ in range(min(MOST_TOGETHER - begun, len(self._queue))):
-            task = self._queue.pop()
+            task = self._queue.popleft()
             task.has_turn, task.need = True, NOTHING
             self._prompts.append(task)
 

@@ -20,7 +20,6 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.rows import token_tensor
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, PROMPT_SCORED, RawLogprob, Request
-from cacheblend_rag.engines.batch import chunks_of
 from cacheblend_rag.engines.prefixes import Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.prepare import BLOCK_TOKENS
 from cacheblend_rag.engines.stream import Cancellation
@@ -97,10 +96,10 @@ class Prefill:
 
     def run(self) -> Work[Prefilled | None]:
         """Prefill the prompt; None if the request is cancelled meanwhile."""
-        chunks = chunks_of(self._placed) if self._may_blend else {}
+        chunks = [chunk.key for chunk in self._placed] if self._may_blend else []
         with self.store.reads.wanting(chunks):
             if chunks:
-                yield Turn(chunks)
+                yield Turn()
             try:
                 self._check_wanted()
                 yield from self._find_prefix()

@@ -17,13 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.engines.batch import Chunks
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.loop import NOTHING, ModelLoop, Turn, Work, loop_of
 from cacheblend_rag.errors import ConfigError
-from tests.kv.samples import make_key
 
 PATIENCE = 60.0
 NEVER: Future[Any] = Future()
@@ -89,10 +87,6 @@ def answer(log: list[str], name: str, steps: int, tokens: int) -> Work[list[int]
     return ids
 
 
-def chunks(*numbers: int) -> Chunks:
-    return {make_key(number): 10 for number in numbers}
-
-
 def begun(loop: ModelLoop, *works: Work[Any], **options: Any) -> list[Future[Any]]:
     with standing_still(loop):
         return [loop.begin(work, Cancellation(), **options) for work in works]
@@ -119,15 +113,14 @@ def test_prompts_take_turns_and_a_stream_gets_a_token_after_each(loop: ModelLoop
     assert "".join(log) == "SaSbSaSb"
 
 
-def test_a_few_prompts_with_chunks_begin_at_a_time_those_that_share_first(
+def test_a_few_prompts_with_chunks_begin_at_a_time(
     loop: ModelLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_module, "MOST_TOGETHER", 1)
     log: list[str] = []
-    wanted = {"a": (1, 2), "b": (7,), "c": (2,), "d": (1, 2)}
-    works = [prompt(log, name, 2, Turn(chunks(*one))) for name, one in wanted.items()]
+    works = [prompt(log, name, 2, Turn()) for name in "abc"]
     results(begun(loop, *works, prompt(log, "x", 1)))
-    assert "".join(log).replace("x", "") == "aaddccbb"
+    assert "".join(log).replace("x", "") == "aabbcc"
     assert log.index("x") < 3, "without chunks there is no turn to wait for"
 
 
@@ -143,7 +136,7 @@ def test_cancelled_work_is_resumed_whatever_it_waits_for(
         if need == "decode":
             yield DecodeStep(Alone(), None, [-1])
         else:
-            yield Turn(chunks(1)) if need == "turn" else [NEVER]
+            yield Turn() if need == "turn" else [NEVER]
         return "ended"
 
     done = loop.begin(work(), cancel)
