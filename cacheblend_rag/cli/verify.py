@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import named_settings, options, output
+from cacheblend_rag.demo.passages import QUESTIONS
 from cacheblend_rag.models import LOCAL_MODELS
 from cacheblend_rag.rag import checks
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.verify import Verdict
 
 MARKS = {"ok": "[green]ok[/green]", "failed": "[red]failed[/red]", "skipped": "skipped"}
-QUESTIONS = 6
 
 
 def verify_command(
@@ -30,8 +30,8 @@ def verify_command(
 ) -> None:
     """Check a model before it is put into production; exit code 1 if it fails.
 
-    Chat template, tokenizer, precision, exactness at ratio 1 and of reuse, and fidelity of the
-    settings on a small set, in the embedded engine.
+    Chat template, precision, exactness at ratio 1 and of reuse, and fidelity of the settings on
+    a small set, in the embedded engine.
     """
     with output.stdout_reserved(as_json):
         checks.check_model(model)

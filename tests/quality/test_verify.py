@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,22 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine, load_tokenizer
-from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality import verify
 from cacheblend_rag.quality.fidelity import Fidelity
-from cacheblend_rag.quality.verify import Verdict, frame_of, verify_engine
-from cacheblend_rag.quality.wording import check_seams, check_template, check_tokenizer
-from cacheblend_rag.text import runs
+from cacheblend_rag.quality.verify import Verdict, check_template, frame_of, verify_engine
 from tests.models import GPT2_CONFIG
 from tests.toy import TOY
 from tests.toy.questions import toy_dataset
 
 DATA = toy_dataset(("adjacent",), 1, 9_271_828)
-SYSTEM_LAST = (
-    "{{ messages[-1].content }}\n"
-    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
-)
+SYSTEM_LAST = "{% for m in messages[1:] %}{{ m.content }}\n{% endfor %}{{ messages[0].content }}"
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}\n{% endfor %}"
 REFUSES_SYSTEM = "{{ raise_exception('no') if messages[0].role == 'system' }}" + DROPS_SYSTEM
 SHOUTS = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
@@ -65,9 +58,9 @@ def test_a_sound_model_passes_every_check() -> None:
         (DROPS_SYSTEM, "ok", "in order"),
         (REFUSES_SYSTEM, "ok", "in order"),
         (None, "skipped", "no chat template"),
-        (SYSTEM_LAST, "failed", "behind the passages"),
-        (SHOUTS, "failed", "changes or drops the text"),
-        (LAST_ALONE, "failed", "drops or reorders the turns"),
+        (SYSTEM_LAST, "failed", "puts the instruction behind the passages"),
+        (SHOUTS, "failed", "changes or drops the instruction"),
+        (LAST_ALONE, "failed", "changes or drops the instruction"),
     ],
 )
 def test_a_template_that_changes_or_reorders_texts_fails(
@@ -80,39 +73,6 @@ def test_a_template_that_changes_or_reorders_texts_fails(
     assert told in check.found
 
 
-@pytest.mark.parametrize(
-    ("change", "status"),
-    [(lambda text: text.replace("e", ""), "failed"), (str.lower, "ok")],
-    ids=["loses letters", "lower case"],
-)
-def test_a_tokenizer_must_give_texts_back(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str], status: str
-) -> None:
-    tokenizer = load_tokenizer(TOY)
-    decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: change(decode(*a, **k)))
-    assert check_tokenizer(tokenizer, DATA.questions).status == status
-
-
-def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "find_run", lambda *_: None)
-    engine = opened()
-    frame = frame_of(engine.tokenizer, DATA)
-    assert check_seams(engine, frame, DATA.questions).status == "failed"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rotary_embedding_that_is_off_by_one_fails(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(TOY, dtype=dtype)
-    engine, rotation = opened(model=model), TransformersStack.rotation
-    monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
-    verdict = verify_engine(engine, DATA)
-    assert failed(verdict) == {"positions"}
-    assert verdict.advice.startswith("do not blend this model")
-
-
 def test_stored_kv_that_is_not_what_prefill_computes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     put = TieredKVStore.put
 
@@ -120,7 +80,7 @@ def test_stored_kv_that_is_not_what_prefill_computes_fails(monkeypatch: pytest.M
         return put(store, key, ChunkKV.of(kv.keys, kv.values.flip(2), kv.position, kv.prior))
 
     monkeypatch.setattr(TieredKVStore, "put", scrambled)
-    assert failed(verify_engine(opened(), DATA)) == {"positions", "stored KV", "fidelity"}
+    assert failed(verify_engine(opened(), DATA)) == {"stored KV", "fidelity"}
 
 
 def test_float16_is_no_home_for_bfloat16_weights() -> None:
@@ -137,10 +97,7 @@ def test_a_model_that_is_not_itself_twice_fails(noise: float) -> None:
     engine = opened()
     head = engine.model.get_output_embeddings()
     head.register_forward_hook(lambda _, __, out: out + noise * torch.randn_like(out))
-    verdict = verify_engine(engine, DATA)
-    assert "precision" in failed(verdict)
-    if noise != noise:
-        assert statuses(verdict)["exactness"] == "skipped"
+    assert "exactness" in failed(verify_engine(engine, DATA))
 
 
 def test_a_blend_that_is_far_from_full_prefill_fails() -> None:
@@ -157,12 +114,12 @@ def test_a_model_that_cannot_be_blended_fails_without_kv() -> None:
     verdict = verify_engine(opened(tokenizer=tokenizer, model=GPT2LMHeadModel(config)), DATA)
     assert failed(verdict) == {"blending"}
     skipped = {name for name, status in statuses(verdict).items() if status == "skipped"}
-    assert skipped == {"positions", "exactness", "stored KV", "precision", "fidelity"}
+    assert skipped == {"exactness", "stored KV", "fidelity"}
 
 
 def test_the_packaged_questions_have_the_answer_last() -> None:
     data = verify.sample_questions()
-    assert len(data.questions) == verify.QUESTIONS
+    assert len(data.questions) == 6
     for question in data.questions:
         assert len(question.passages) == verify.PASSAGES
         assert any(answer in question.passages[-1].text for answer in question.answers)
