@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.refused import ApiError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.rag.ordering import Source
     from cacheblend_rag.settings import BlendConfig
 
 
@@ -33,12 +34,16 @@ class Asked:
         sampling: of all answers.
         n: answers to each prompt; with a seed, each has a seed of its own.
         config: how KV is blended; the engine's own for None.
+        sources: the passages that the server put into the prompt; None if it retrieved none.
+        closing: what the text of each answer ends with, such as a list of its sources.
     """
 
     prompts: Sequence[PreparedPrompt]
     sampling: SamplingParams
     n: int = 1
     config: BlendConfig | None = None
+    sources: Sequence[Source] | None = None
+    closing: str = ""
 
     def salted(self, cache_salt: str | None) -> Asked:
         """Return the same with prompts whose prefixes are shared within a ``cache_salt`` only."""
@@ -51,6 +56,13 @@ class Asked:
             return self.sampling
         own = (seed + index % self.n + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
         return self.sampling.with_changes(seed=own)
+
+    def told(self, answer: Generation) -> dict[str, Any]:
+        """Return the field ``cacheblend`` of what a client gets: report, and sources if any."""
+        report = {"report": answer.report.to_dict()}
+        if self.sources is None:
+            return report
+        return {"sources": [source.to_dict() for source in self.sources], **report}
 
 
 class Answers:
@@ -110,11 +122,6 @@ class Answers:
                         self._arrived.put_nowait((index, delta))
         except Exception as error:
             self._arrived.put_nowait(error)
-
-
-def told_of(answer: Generation) -> dict[str, Any]:
-    """Return the field ``cacheblend`` of what a client gets."""
-    return {"report": answer.report.to_dict()}
 
 
 class Form(ABC):

@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE
 
 if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
     from cacheblend_rag.engines.base import Engine
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,6 +34,8 @@ def create_app(
     name: str | None = None,
     running: int = RUNNING,
     waiting: int = WAITING,
+    retriever: Retriever | None = None,
+    documents: bool = True,
 ) -> FastAPI:
     """Return an application with the routes of the OpenAI API.
 
@@ -41,12 +44,14 @@ def create_app(
         name: the model's name for clients; the engine's by default.
         running: so many answers are computed at the same time; others wait.
         waiting: so many requests wait; further ones get 503 with Retry-After.
+        retriever: finds passages for chats without tools.
+        documents: whether clients may store and evict documents.
 
     Raises:
         ConfigError: when CACHEBLEND_MAX_BODY_MIB is no positive number.
     """
     app = FastAPI(title="cacheblend-rag", version=version("cacheblend-rag"))
-    serving = Serving(engine, name or engine.model_name, Gate(running, waiting))
+    serving = Serving(engine, name or engine.model_name, Gate(running, waiting), retriever)
     app.state.serving = serving
     app.router.route_class = errors.OneLineRoute
     errors.install(app)
@@ -54,8 +59,9 @@ def create_app(
     _add_facts(app, serving)
     _add_answers(app, serving)
     app.include_router(store_router)
-    app.include_router(documents_router)
-    app.include_router(jobs_router)
+    if documents:
+        app.include_router(documents_router)
+        app.include_router(jobs_router)
     if find_spec("prometheus_client") is not None:
         from cacheblend_rag.observe.metrics import EngineMetrics
 

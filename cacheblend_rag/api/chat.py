@@ -16,6 +16,7 @@ from cacheblend_rag.text.chat import ChatPrompt
 from cacheblend_rag.text.tools import ToolChoice
 
 if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
     from cacheblend_rag.engines.base import Engine
 
 
@@ -50,7 +51,7 @@ class ChatRequest(fields.ChoicesBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    def asked(self, engine: Engine) -> Asked:
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         self.check()
         if self.tools == []:
             raise bad_field("tools", "must hold a tool: leave it out")
@@ -62,7 +63,7 @@ class ChatRequest(fields.ChoicesBody):
         several = self.parallel_tool_calls is not False
         chat = ChatPrompt(messages, self.tools or [], choice, several)
         told = {"logprobs": logprobs, "max_tokens": self.max_completion_tokens}
-        return Asked([engine.prepare(chat)], self.sampling(**told), self.n or 1)
+        return self.asked_chat(engine, retriever, chat, self.n or 1, **told)
 
     def form(self, asked: Asked, model: str) -> ChatForm:
         return ChatForm(asked, model, usage_in_stream=self.wants_usage)
@@ -76,7 +77,7 @@ class ChatForm(ChoicesForm):
     id_prefix = "chatcmpl-"
 
     def choice(self, index: int, answer: Generation) -> dict[str, Any]:
-        calls, text = answer.tool_calls, answer.content
+        calls, text = answer.tool_calls, answer.content + self.asked.closing
         message: dict[str, Any] = {
             "role": "assistant",
             "content": text if text or not calls else None,
@@ -97,6 +98,8 @@ class ChatForm(ChoicesForm):
             sent.append(self._part(index, {"content": delta.content}, delta.logprobs))
         if answer is None:
             return sent
+        if self.asked.closing:
+            sent.append(self._part(index, {"content": self.asked.closing}))
         for position, call in enumerate(answer.tool_calls):
             sent.append(
                 self._part(index, {"tool_calls": [{"index": position, **call.to_openai()}]})

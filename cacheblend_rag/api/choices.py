@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from cacheblend_rag.api.answers import Asked, Form, event, told_of
+from cacheblend_rag.api.answers import Asked, Form, event
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.vllm.refused import ApiError
 
@@ -37,7 +37,7 @@ class ChoicesForm(Form):
             **self._head(self.kind),
             "choices": [self.choice(index, answer) for index, answer in enumerate(answers)],
             "usage": self._usage(answers),
-            "cacheblend": told_of(answers[0]),
+            "cacheblend": self.asked.told(answers[0]),
         }
 
     def chunk(
@@ -49,7 +49,7 @@ class ChoicesForm(Form):
         """
         told = {**self._head(self.chunk_kind), "choices": [choice], **others}
         if answer is not None:
-            told["cacheblend"] = told_of(answer)
+            told["cacheblend"] = self.asked.told(answer)
         return event({**told, "usage": None} if self._usage_in_stream else told)
 
     def ending(self, answers: Sequence[Generation]) -> list[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import isnan
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Wish
 from cacheblend_rag.engines.vllm.protocol.result import params_of, result_of_report
 from cacheblend_rag.text.encoder import encode_plainly
+
+if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
 
 MOST_ALTERNATIVES = 5
 """As many as the API has for completions."""
@@ -45,7 +48,8 @@ class CompletionRequest(fields.ChoicesBody):
     return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
-    def asked(self, engine: Engine) -> Asked:
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
+        """Return the prompts and settings for the engine; nothing is retrieved for them."""
         self.check()
         if self.max_tokens == 0 and not self.echo:
             raise bad_field("max_tokens", "must be at least 1, or 0 with echo")

@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cacheblend_rag.api.answers import Asked, Form
+from cacheblend_rag.api.collection import Retriever, is_task
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.text.chat import ChatPrompt
 
 MOST_ANSWERS = 64
 """So many answers a request may ask for: prompts times ``n``."""
 ANSWER_TOKENS = 2048
 """Longest answer of a request without a bound; a small model may never end by itself."""
+TASK_TOKENS = 256
+"""Default ``max_tokens`` of a client's own task, such as a title, tags or a few questions."""
 MOST_STOPS = 16
 MOST_TOOLS = 128
 """Most tools of a request, as in OpenAI's API, and most tool calls of a message."""
@@ -106,6 +110,8 @@ class Body(Fields):
     stream: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Only prompts of the same salt share the KV of what they begin with; as long as vLLM's."""
+    retrieve: bool | None = None
+    """False: no passages of the collection are put into the prompt."""
 
     def check(self) -> None:
         """Raise ApiError for a known field that the server lacks."""
@@ -114,7 +120,7 @@ class Body(Fields):
                 raise bad_field(name, f"is not supported: {_UNSUPPORTED[name]}")
 
     @abstractmethod
-    def asked(self, engine: Engine) -> Asked:
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         """Return the prompts and settings for the engine.
 
         It encodes the prompts, so call it in a thread. Raises ApiError for a field that is not
@@ -125,14 +131,28 @@ class Body(Fields):
     def form(self, asked: Asked, model: str) -> Form:
         """Return the form of the answers; model: the name that clients call the model."""
 
-    def sampling(self, **given: Any) -> SamplingParams:
+    def sampling(self, most: int = ANSWER_TOKENS, **given: Any) -> SamplingParams:
         """Return the sampling parameters; a field that is None takes its default.
 
-        given: what the body calls otherwise. Raises ConfigError, naming the field.
+        most: tokens, if nothing is said. given: what the body calls otherwise. Raises ConfigError,
+        naming the field.
         """
         told = {**self.model_dump(include=set(_SAMPLED)), **given}
-        told["max_tokens"] = told.get("max_tokens") or ANSWER_TOKENS
+        told["max_tokens"] = told.get("max_tokens") or most
         return SamplingParams(**{name: one for name, one in told.items() if one is not None})
+
+    def asked_chat(
+        self, engine: Engine, retriever: Retriever | None, chat: ChatPrompt, n: int, **given: Any
+    ) -> Asked:
+        """Return the prompt and settings of a chat, with passages where they help.
+
+        Chats with tools, and clients' tasks, are left as they are. given: as for ``sampling``.
+        """
+        task = is_task(chat.messages)
+        sampling = self.sampling(TASK_TOKENS if task else ANSWER_TOKENS, **given)
+        if retriever is None or self.retrieve is False or chat.tools or task:
+            return Asked([engine.prepare(chat)], sampling, n)
+        return retriever.asked(chat.messages, sampling, n)
 
 
 class ChoicesBody(Body):
@@ -163,7 +183,7 @@ class ChoicesBody(Body):
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "is for streams only: set stream to true")
 
-    def sampling(self, **given: Any) -> SamplingParams:
+    def sampling(self, most: int = ANSWER_TOKENS, **given: Any) -> SamplingParams:
         """Return how the answer is sampled; raises ApiError or ConfigError, naming the field."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > MOST_STOPS:
@@ -171,7 +191,7 @@ class ChoicesBody(Body):
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say that it is off
         given["max_tokens"] = given.get("max_tokens") or self.max_tokens
         given |= {"stop": stops, "top_k": top_k, "structured_outputs": self._form()}
-        return super().sampling(**given)
+        return super().sampling(most, **given)
 
     def _form(self) -> StructuredOutputs | dict[str, Any] | None:
         """Return the form that an answer must have, None for free text."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 from pydantic import Field
 
 from cacheblend_rag.api import fields
-from cacheblend_rag.api.answers import Asked, Form, event, told_of
+from cacheblend_rag.api.answers import Asked, Form, event
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
 from cacheblend_rag.engines.structured import StructuredOutputs
@@ -17,6 +17,7 @@ from cacheblend_rag.text.chat import ChatPrompt, plain_content
 from cacheblend_rag.text.tools import ToolCall, ToolChoice
 
 if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
     from cacheblend_rag.engines.base import Engine
 
 LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +55,7 @@ class ResponseRequest(fields.Body):
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
 
-    def asked(self, engine: Engine) -> Asked:
+    def asked(self, engine: Engine, retriever: Retriever | None) -> Asked:
         self.check()
         for name in STATE:
             if (self.model_extra or {}).get(name):
@@ -63,12 +64,15 @@ class ResponseRequest(fields.Body):
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
         several = self.parallel_tool_calls is not False
         chat = ChatPrompt(self._messages(), tools, self._chat_choice(), several)
-        sampling = self.sampling(
+        return self.asked_chat(
+            engine,
+            retriever,
+            chat,
+            1,
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
             structured_outputs=self._text_form(),
         )
-        return Asked([engine.prepare(chat)], sampling)
 
     def form(self, asked: Asked, model: str) -> ResponseForm:
         told = {
@@ -128,7 +132,7 @@ class ResponseForm(Form):
 
     def whole(self, answers: Sequence[Generation]) -> dict[str, Any]:
         (answer,) = answers
-        text = answer.content
+        text = answer.content + self.asked.closing
         output = [self._message(text, answer)] if text or not answer.tool_calls else []
         return self._ended(answer, [*output, *map(_call_item, answer.tool_calls)])
 
@@ -140,7 +144,7 @@ class ResponseForm(Form):
 
     def of_piece(self, index: int, delta: Delta) -> list[bytes]:
         answer, sent = delta.generation, list[bytes]()
-        more = delta.content
+        more = delta.content + (self.asked.closing if answer else "")
         if self._text is None and (more or (answer and not answer.tool_calls)):
             self._text = ""
             sent += self._opening()
@@ -226,7 +230,7 @@ class ResponseForm(Form):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": answer.prompt_tokens + tokens,
             },
-            "cacheblend": told_of(answer),
+            "cacheblend": self.asked.told(answer),
         }
 
     def _response(self, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
 from cacheblend_rag.engines.vllm.refused import ApiError
 
 if TYPE_CHECKING:
+    from cacheblend_rag.api.collection import Retriever
     from cacheblend_rag.engines.answer import Generation
     from cacheblend_rag.engines.base import Engine
 
@@ -38,12 +39,14 @@ class Serving:
         engine: answers.
         name: the model's name for clients.
         gate: bounds what runs and waits.
+        retriever: finds passages for questions; None if there is no collection.
         created: when the server started, in seconds of Unix time.
     """
 
     engine: Engine
     name: str
     gate: Gate
+    retriever: Retriever | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -106,7 +109,7 @@ class Serving:
         try:
             with self.gate.entered():
                 self.check_model(body.model)
-                asked = await self.gate.prepared(lambda: body.asked(self.engine))
+                asked = await self.gate.prepared(lambda: body.asked(self.engine, self.retriever))
                 asked = asked.salted(body.cache_salt)
                 async with Answers(self.engine, self.gate, asked) as answers:
                     yield answers

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from pydantic import Field
 
 from cacheblend_rag.cli import asking, options, output, serve_vllm
 from cacheblend_rag.cli.named_settings import SetOption, gathered, named
@@ -23,6 +24,8 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name
 from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.answering import Asker
+from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.settings import (
     AUTO,
     EMBEDDED,
@@ -43,6 +46,8 @@ KINDS = (AUTO, VLLM, EMBEDDED)
 MODULES = ("fastapi", "uvicorn")
 OWN = {"engine", "model", "kv_path", "guard", "find", "tenants"}
 """Settings that options of this command give."""
+OF_COLLECTIONS = {"device", "profile", "order"}
+"""Settings beside the store's that a collection leaves open."""
 
 
 class ServerSettings(Settings):
@@ -52,6 +57,8 @@ class ServerSettings(Settings):
 
     max_body_mib: Positive = MAX_BODY_MIB
     """Longest body of a request, in MiB."""
+    order: Annotated[PassageOrder, Field(strict=False)] = PassageOrder.SCORE
+    """Order of a collection's passages in a prompt."""
 
 
 def _print_new_keys(namespace: str | None) -> None:
@@ -121,6 +128,16 @@ def serve_command(
             help="Share of blended answers to compare with full prefill.",
         ),
     ] = None,
+    collection: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Answer from a collection made by `index`."),
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option(min=1, help="Passages to retrieve for --collection.")
+    ] = asking.TOP_K,
+    cite: Annotated[
+        bool, typer.Option("--cite", help="End its answers with their sources.")
+    ] = False,
     settings: SetOption = None,
 ) -> None:
     """Start an OpenAI-compatible server that blends: vLLM's, or one over the embedded engine.
@@ -134,17 +151,34 @@ def serve_command(
     own = ServerSettings(**{one: found.pop(one) for one in names_of(ServerSettings) & found.keys()})
     others = tuple(map(check_host, allowed_host or ()))
     address = Address(host, port, own.max_body_mib, others)
+    if collection is not None:
+        options.refuse(context, ("model", "kv_path"), "a collection has its own")
+        allowed: Iterable[str] = OF_COLLECTIONS | names_of(StoreConfig) - {"kv_path"}
+        _allow(found, allowed, "a collection has its own, which it was indexed with")
+        _refuse_of_vllm(context, "--collection is served in this process")
+        _serve_collection(
+            collection,
+            address,
+            {**found, "fill_on_miss": True} | ({} if engine == AUTO else {"engine": engine}),
+            guard=guard,
+            top_k=top_k,
+            order=own.order,
+            cites=cite,
+        )
+        return
     model = model or DEFAULT_MODEL
     if model.startswith("-"):
         raise ConfigError(
             f"{model!r} comes before the model: give `serve MODEL` first, then options"
         )
+    if cite:
+        raise ConfigError("--cite names the sources of a collection: give --collection too")
     if tenants is not None:
         serve_vllm.check_tenants(tenants, found.get("namespace"), context.args)
     found |= {} if guard is None else {"guard": guard}
     is_here = _picked(engine, model, found.get("device")) == EMBEDDED
     if is_here:
-        _refuse_of_vllm(context)
+        _refuse_of_vllm(context, "this is served by the embedded engine")
         allowed = frozenset().union(*map(names_of, kinds[1:]))
         _allow(found, allowed, "a setting of vLLM, and the embedded engine serves here")
         _check(host)
@@ -183,13 +217,12 @@ def _store(found: dict[str, Any], kv_path: Path | None) -> StoreConfig:
     return kept
 
 
-def _refuse_of_vllm(context: typer.Context) -> None:
+def _refuse_of_vllm(context: typer.Context, why: str) -> None:
     """Raise ConfigError for an option that only vLLM has."""
     given = [flag.partition("=")[0] for flag in context.args]
     if serve_vllm.KEY_FLAG in given:
         raise ConfigError(f"{serve_vllm.KEY_FLAG}: an option of vLLM, set {KEY_VARIABLE} instead")
-    told = "an option of vLLM, and this is served by the embedded engine: leave it out, or give "
-    told += "--engine vllm"
+    told = f"an option of vLLM, and {why}: leave it out, or give --engine vllm"
     options.refuse(context, ("tenants", "find"), told)
     if given:
         name = given[0].removeprefix("--").replace("-", "_")
@@ -249,6 +282,34 @@ def _serve_model(
 
         name = public_name(model)
         _run(address, name, create_app(engine, name=name))
+
+
+def _serve_collection(
+    folder: Path,
+    address: Address,
+    given: Mapping[str, Any],
+    *,
+    guard: float | None,
+    top_k: int,
+    order: PassageOrder,
+    cites: bool,
+) -> None:
+    """Serve a collection: chats are answered from its passages; given: as for Asker."""
+    _check(address.host)
+    serve.check_port(address.host, address.port)
+    with output.progress_bar(lines=True) as bar:
+        asker = Asker(folder, given, progress=bar)
+    os.environ.update(address.environment)
+    with asker:
+        from cacheblend_rag.api.app import create_app
+        from cacheblend_rag.api.collection import Retriever, name_of
+        from cacheblend_rag.settings import GuardConfig
+
+        asker.engine.guard = None if guard is None else GuardConfig.of(guard)
+        retriever = Retriever(asker, top_k, order, cites)
+        name = name_of(folder)
+        made = create_app(asker.engine, name=name, retriever=retriever, documents=False)
+        _run(address, name, made)
 
 
 def _run(address: Address, name: str, app: FastAPI) -> None:

@@ -12,6 +12,7 @@ from cacheblend_rag import ToolCall
 
 pytestmark = pytest.mark.asyncio
 ASKED = {"model": "model", "messages": [{"role": "user", "content": "w3 w4"}]}
+TASK = [{"role": "user", "content": "### Task:\nw3\n<chat_history>\nw4\n</chat_history>"}]
 TOOLS = [
     {
         "type": "function",
@@ -42,6 +43,7 @@ async def test_an_answer_is_one_of_the_api(http, script):
     assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (4, 3)
     assert told.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.json()["cacheblend"]["report"]["prompt_tokens"] == 4
+    assert "sources" not in answer.json()["cacheblend"]
 
 
 async def test_a_stream_is_the_answer_in_pieces(client, http):
@@ -157,7 +159,8 @@ async def test_the_prompt_has_the_tools_and_the_results_of_calls(client, script)
         ({"logit_bias": {}, "extra_body": {"best_of": 1, "min_tokens": 0}}, {}),
         ({"extra_body": {"prompt_logprobs": None}}, {}),
         ({}, {"max_tokens": 2048}),
-        ({"max_completion_tokens": 1000}, {"max_tokens": 1000}),
+        ({"messages": TASK}, {"max_tokens": 256}),
+        ({"messages": TASK, "max_completion_tokens": 1000}, {"max_tokens": 1000}),
     ],
 )
 async def test_settings_of_sampling_reach_the_engine(client, script, asked, sampled):

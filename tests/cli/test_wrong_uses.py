@@ -24,6 +24,7 @@ INDEX = ("index", "{notes}", "--into", "{new}", "--model", TOY)
 BENCH = ("bench", "ttft", TOY)
 ON_VLLM, NO_TOOLS = ("serve", TOY, "--engine", "vllm"), ("--no-enable-auto-tool-choice",)
 HERE = ("serve", TOY, "--engine", "transformers")
+SERVED = ("serve", "--collection", "{collection}")
 WRONG = {
     # what Typer itself finds
     ("inde",): "no such command 'inde'. Did you mean 'index'",
@@ -185,7 +186,15 @@ WRONG = {
     (*HERE, "--set", "slice_seconds=1"): "--set slice_seconds: a setting of vLLM",
     (*HERE, "--api-key", "sesame"): "--api-key: an option of vLLM, set VLLM_API_KEY instead",
     (*HERE, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
+    (*HERE, "--cite"): "give --collection too",
     ("serve", TOY, "--engine", "http://127.0.0.1:1"): "must be one of auto, vllm, transformers",
+    (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
+    (*SERVED, "--set", "namespace=mine"): "--set namespace: a collection has its own",
+    (*SERVED, "--set", "order=random"): "order='random' must be 'score', 'document' or",
+    (*SERVED, "--find", "off"): "--find: an option of vLLM, and --collection is",
+    (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
+    ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",
+    ("serve", "--collection", "{notes}"): "holds no collection",
     ("store", "stats", "{nothing}"): "is not a folder",
     ("store", "stats", "{store}", "{notes}"): "is a second folder",
     ("store", "evict", "{store}", "--only", "age"): "--only 'age' must be NAME=VALUE",
