@@ -1,4 +1,4 @@
-"""Steps that end in every way, for the tests of what runs them."""
+"""Steps that end in every way, for the tests of what runs them; they import nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-
-from tests.benchmarks.gpu.scene import Doing, Row, Scene
-
-
-def ends(scene: Scene, doing: Doing) -> Iterator[Row]:
-    doing("the only case")
-    yield {"layers": scene.dimensions.layers, "nothing": float("nan"), "pairs": ((1, 2.5),)}
+from typing import Any
 
 
-def fails(scene: Scene, doing: Doing) -> Iterator[Row]:
+def ends(shape: str) -> Iterator[dict[str, Any]]:
+    yield {"shape": shape, "nothing": float("nan"), "pairs": ((1, 2.5),)}
+
+
+def fails(shape: str) -> Iterator[dict[str, Any]]:
     yield {"case": 1}
-    raise ValueError("no\nfigure")
+    raise ValueError("no figure")
 
 
-def crashes(scene: Scene, doing: Doing) -> Iterator[Row]:
-    doing("what crashes")
+def crashes(shape: str) -> Iterator[dict[str, Any]]:
     yield {"case": 1}
     os.write(1, b"a driver's last words")
     os._exit(9)
 
 
-def hangs(scene: Scene, doing: Doing) -> Iterator[Row]:
-    """Leaves the number of a process that it has started."""
+def hangs(shape: str) -> Iterator[dict[str, Any]]:
+    """Says the number of a process that it has started."""
     yield {"case": 1}
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    doing(str(subprocess.Popen(sleep).pid))
+    print(subprocess.Popen(sleep).pid, flush=True)
     time.sleep(600)

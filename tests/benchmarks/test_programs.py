@@ -39,36 +39,6 @@ def test_the_same_passages_are_an_exact_prefix_from_the_third_question_on(bench:
     assert min(found[f"{way}_seconds"] for way in ("full", "blended", "exact")) > 0
 
 
-def test_a_batch_is_answered_in_both_orders(bench: Bench) -> None:
-    found = bench(
-        "batch", "--model", TOY, "--requests", 24, "--chunks", 30, "--drawn", 3,
-        "--chunk-tokens", 40, "--answer-tokens", 4, "--repeat", 1,
-    )  # fmt: skip
-    arrival, overlap = found["orders"]
-    assert (arrival["order"], overlap["order"]) == ("arrival", "overlap")
-    assert 0 < overlap["loads"] < arrival["loads"] <= 24 * 3
-    assert found["loads_saved"] == pytest.approx(1 - overlap["loads"] / arrival["loads"])
-    assert found["same_answers"] == found["requests"] == 24
-
-
-def test_a_conversation_has_a_row_a_turn(bench: Bench) -> None:
-    found = bench(
-        "conversation", "--model", TOY, "--turns", 4, "--passages", 2, "--passage-tokens", 150,
-        "--answer-tokens", 12, "--prompt-tokens", 900,
-    )  # fmt: skip
-    turns, undropped = found["turns"], found["nothing_dropped"]
-    assert [row["turn"] for row in turns] == [1, 2, 3, 4]
-    assert all(row["prompt_tokens"] <= 900 for row in turns)
-    assert [row["earlier_turns"] for row in turns] == [0, 1, 1, 1]
-    assert all(row["passage_tokens"] >= 280 for row in turns)
-    assert turns[0]["turn_tokens"] == 0
-    assert all(row["turn_tokens"] >= 20 for row in turns[1:])
-    assert all(row["mean_kl"] >= 0 for row in (*turns, *undropped))
-    assert [row["earlier_turns"] for row in undropped] == [0, 1, 2, 3]
-    # Prefix caching loses its prefix as soon as a turn is dropped.
-    assert undropped[2]["prefix_tokens"] > 300 > turns[2]["prefix_tokens"]
-
-
 def test_random_weights_repeat_with_their_seed() -> None:
     first, again = (TINY.build_model(dtype=torch.float32, device="cpu") for _ in range(2))
     other = TINY.build_model(dtype=torch.float32, device="cpu", seed=1)

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN
@@ -25,12 +26,13 @@ from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.settings import BlendConfig, StoreConfig
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
-from tests.benchmarks.gpu.scene import Row, Scene
-from tests.benchmarks.gpu.timing import milliseconds
-from tests.benchmarks.shapes import draw_chunks, draw_words
+from tests.benchmarks.shapes import TOY, ModelShape, draw_chunks, draw_words, named_shape
+
+T = TypeVar("T")
+Row = dict[str, Any]
+"""One measured case: plain values by name. ``failed`` says why a case has no figures."""
 
 SEED = 7
-DOCUMENT = "bench"
 REAL_CHUNK, TOY_CHUNK = 512, 24
 SHORTEST_QUESTION = 33
 WARM_UPS = 4
@@ -55,6 +57,51 @@ CASES: Mapping[str, BlendConfig] = {
 }
 """Blends that are measured. ``random`` stands for all selectors that choose before layer 0 at no
 cost: with random weights it does not matter which rows are chosen."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is measured on. name: of the model's shape; of TOY, everything is tiny."""
+
+    name: str
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether everything is tiny."""
+        return self.name == TOY.name
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's shape."""
+        return TOY if self.is_toy else named_shape(self.name)
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether there is a CUDA device."""
+        return torch.cuda.is_available()
+
+    @property
+    def device(self) -> torch.device:
+        """The first CUDA device, or the CPU."""
+        return torch.device("cuda", 0) if self.has_cuda else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of weights and KV."""
+        return torch.bfloat16 if self.has_cuda else torch.float32
+
+    @property
+    def chunk_tokens(self) -> int:
+        """How many tokens each chunk has."""
+        return self.pick(REAL_CHUNK, TOY_CHUNK)
+
+    def pick(self, real: T, toy: T) -> T:
+        """Return the second value if everything is tiny."""
+        return toy if self.is_toy else real
+
+    def build_model(self) -> PreTrainedModel:
+        """Return the whole model with random weights, on the device."""
+        return self.shape.build_model(dtype=self.dtype, device=self.device)
 
 
 @dataclass
@@ -137,14 +184,9 @@ def _phases(done: Generation) -> dict[str, Any]:
     return {f"{name}_ms": milliseconds(getattr(seconds, name)) for name in names}
 
 
-def chunk_tokens(scene: Scene) -> int:
-    """Return how many tokens each chunk has."""
-    return scene.pick(REAL_CHUNK, TOY_CHUNK)
-
-
-def build_model(scene: Scene) -> PreTrainedModel:
-    """Return the whole model with random weights, on the device."""
-    return scene.shape().build_model(dtype=scene.dtype, device=scene.device)
+def milliseconds(seconds: float) -> float:
+    """Return seconds as milliseconds, rounded."""
+    return round(1e3 * seconds, 4)
 
 
 @contextmanager
@@ -155,15 +197,11 @@ def open_requests(
 
     url: of the tier. tier: its name.
     """
-    shape = scene.shape()
+    shape = scene.shape
     drawn = draw_chunks(
-        random.Random(SEED),
-        chunks,
-        chunk_tokens(scene),
-        shape.vocabulary,
-        selector=PLAIN.selector,
-        name=DOCUMENT,
-    )
+        random.Random(SEED), chunks, scene.chunk_tokens, shape.vocabulary,
+        selector=PLAIN.selector, name="bench",
+    )  # fmt: skip
     config = StoreConfig(tiers=(url,))
     with TieredKVStore.of(config, device=scene.device) as store:
         engine = TransformersEngine(

@@ -1,1 +1,0 @@
-"""What other people's clients get of a server: ``python -m tests.clients`` prints a table."""
