@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator
 
-from cacheblend_rag.engines.labels import Label, labels_in
+from cacheblend_rag.engines.identity import Label, labels_in
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id

@@ -9,7 +9,7 @@ from dataclasses import replace
 from threading import Event
 from typing import Any, cast
 
-from cacheblend_rag.engines.after_answer import AfterAnswer
+from cacheblend_rag.engines.after_answer import AfterAnswer, log_report
 from cacheblend_rag.engines.answer import (
     NOT_STEERED,
     Delta,
@@ -18,14 +18,12 @@ from cacheblend_rag.engines.answer import (
     Request,
     TokenLogprob,
 )
-from cacheblend_rag.engines.backend import Backend, checked_config
+from cacheblend_rag.engines.backend import Backend, Family, checked_config
 from cacheblend_rag.engines.batch import answer_batch
 from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
-from cacheblend_rag.engines.request_log import log_report
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.setup import Family
 from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.tool_use import ToolUse
 from cacheblend_rag.prefill.lead_in import LeadIn

@@ -9,20 +9,16 @@ from typing import Any, Self
 from weakref import proxy
 
 from cacheblend_rag.blend.steps import run_to_end
-from cacheblend_rag.engines.after_answer import AfterAnswer, AnswerHook
+from cacheblend_rag.engines.after_answer import AfterAnswer, AnswerHook, FirstMiss
 from cacheblend_rag.engines.answering import Answering
-from cacheblend_rag.engines.backend import engine_settings
-from cacheblend_rag.engines.conversations import TurnKeeper
-from cacheblend_rag.engines.filling import Filling
-from cacheblend_rag.engines.guard import Guard
+from cacheblend_rag.engines.backend import EngineSetup, Family, engine_settings
+from cacheblend_rag.engines.filling import Filling, TurnKeeper
+from cacheblend_rag.engines.guard import Guard, with_reference
 from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PromptLike, PromptPreparer
-from cacheblend_rag.engines.reference import with_reference
-from cacheblend_rag.engines.request_log import FirstMiss
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.setup import EngineSetup, Family
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import LeadIn

@@ -124,7 +124,7 @@ def open_vllm(config: EngineConfig) -> Engine:
 def open_transformers(config: EngineConfig) -> Engine:
     """Open the embedded engine."""
     from cacheblend_rag.engines.catalog_places import place_of
-    from cacheblend_rag.engines.labels import put_label
+    from cacheblend_rag.engines.identity import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.transformers.loading import pick_device
     from cacheblend_rag.kv.store import TieredKVStore

@@ -1,4 +1,4 @@
-"""Filling on miss: computes and stores registered chunks that requests missed, in idle time.
+"""Computes and stores in idle time what requests missed, and what conversations said.
 
 A corpus too large to precompute is filled by its traffic: the chunks that a prompt missed become an
 IdleJob after its answer; those that have waited longest come first.
@@ -7,19 +7,33 @@ IdleJob after its answer; those that have waited longest come first.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
+from time import monotonic
 
 from cacheblend_rag.engines.answer import Generation, Request
-from cacheblend_rag.engines.idle import IdleJob, IdleQueue
+from cacheblend_rag.engines.backend import Backend
+from cacheblend_rag.engines.idle import Activity, IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.conversation_kv import (
+    ConversationKV,
+    TurnDocument,
+    common_prefix,
+    gaps_between,
+    turn_fingerprint,
+)
+from cacheblend_rag.prefill.conversation_kv import (
+    Filling as TurnFilling,
+)
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Miss, ReasonCode
 from cacheblend_rag.report import FillReport, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import PromptEncoder
 
 FILLED = frozenset({ReasonCode.NOT_STORED, ReasonCode.OTHER_MODEL})
 """Miss reasons of chunks that are filled."""
@@ -114,3 +128,102 @@ class Filling:
         with self._lock:
             self._waiting -= missed.chunks.keys()
             self._dropped += max(0, missed.untold)
+
+
+# The turns of conversations, as the next chunks of their documents
+
+PRIORITY = 1
+"""Before missed chunks are computed: the conversation's next prompt may come soon."""
+PATIENCE = 0.2
+"""Seconds that a prompt waits for an engine that fills last: that may be much later, and to compute
+a turn's tokens again takes about so long."""
+
+
+class TurnKeeper:
+    """An AnswerHook that adds turns to their conversations, and fills them by an IdleQueue.
+
+    backend: computes and stores; may be a weak proxy. encoder: of its prompts. activity: of its
+    requests.
+    """
+
+    def __init__(
+        self, backend: Backend, encoder: PromptEncoder, activity: Activity, idle: IdleQueue
+    ) -> None:
+        self._backend, self._encoder = backend, encoder
+        self._activity, self._idle = activity, idle
+
+    def see(self, request: Request, answer: Generation) -> None:
+        """Queue the turn of an answer, if it belongs to a conversation."""
+        backend, conversation = self._backend, request.prepared.conversation
+        is_whole = not request.full and answer.finish_reason != "cancelled"
+        may_store = backend.keeps_turns and not backend.read_only
+        may_store = may_store and backend.blend_refusal is None
+        if conversation is None or not is_whole or not may_store:
+            return
+        fingerprint = turn_fingerprint(request.prepared.prepared_for.fingerprint)
+        gone = self._added(conversation, request, answer, fingerprint)
+        filling = self._filling()
+        conversation.begin_filling(filling)
+        job = IdleJob(
+            "turn",
+            partial(self._filled, conversation, filling, fingerprint, gone),
+            priority=PRIORITY,
+            ended=partial(conversation.end_filling, filling),
+            waits=not backend.fills_last,
+        )
+        if not self._idle.add(job):
+            conversation.end_filling(filling)
+
+    def _added(
+        self, conversation: ConversationKV, request: Request, answer: Generation, fingerprint: str
+    ) -> list[KVKey]:
+        """Add what follows the turns that are known; returns the keys of what it drops.
+
+        Of the answer, the tokens that its text has in the next prompt.
+        """
+        prompt = request.prepared
+        shown = self._encoder.chunk(answer.text.strip())
+        tokens = (*prompt.token_ids, *common_prefix(answer.token_ids, shown))
+        chunks = [(chunk.start, chunk.end) for chunk in prompt.placed]
+        start = conversation.known_until(
+            tokens, gaps_between(prompt.turns_start, chunks, prompt.question_start)
+        )
+        spans = gaps_between(max(start, prompt.turns_start), chunks, len(tokens))
+        return conversation.add(
+            [tokens[start:end] for start, end in spans],
+            TurnDocument(
+                fingerprint,
+                lead=tokens[: prompt.turns_start],
+                token_bytes=self._backend._token_bytes,
+            ),
+            self._backend._longest_run,
+        )
+
+    def _filling(self) -> TurnFilling:
+        """Return a function that says whether a turn that is queued now may be stored soon."""
+        activity, fills_last, began = self._activity, self._backend.fills_last, monotonic()
+        return lambda: activity.is_idle and not (fills_last and monotonic() > began + PATIENCE)
+
+    # In the idle queue's thread
+
+    def _filled(
+        self,
+        conversation: ConversationKV,
+        filling: TurnFilling,
+        fingerprint: str,
+        gone: Sequence[KVKey],
+    ) -> Generator[None, None, None]:
+        """Evict what was dropped, and store what is not stored of the conversation's turns."""
+        key = conversation.key
+        self._backend._evict_turns(gone, key)
+        plans: Sequence[ChunkPlan] = ()
+        try:
+            for plans in conversation.plans(fingerprint):
+                with closing(self._backend._fill(plans, key)) as steps:
+                    for _ in steps:
+                        yield
+                        if conversation.is_forgotten(filling):
+                            return
+        finally:
+            if conversation.is_forgotten(filling):
+                self._backend._evict_turns([plan.key for plan in plans], key)

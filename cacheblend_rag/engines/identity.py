@@ -1,19 +1,23 @@
-"""Computes the identity of a model's KV: weights, settings, precision, shard and adapters."""
+"""Computes the identity of a model's KV, and records which model a fingerprint belongs to."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.settings import Precision
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.folders import make_folder, write_private
+from cacheblend_rag.settings import LeadInConfig, Precision
 
 SAMPLES_PER_WEIGHT = 16
 HARMLESS = frozenset(
@@ -139,4 +143,44 @@ def _files(name: str | Path, revision: str | None) -> list[Path]:
     found = list(folder.glob("*.safetensors"))
     if not found:
         raise ModelLoadError(f"model {str(name)!r} has no safetensors files")
+    return found
+
+
+logger = logging.getLogger(__name__)
+
+# The models of a folder of chunk KV, by the fingerprints of their KV
+
+FOLDER = "models"
+LONGEST = 1 << 12
+
+
+class Label(BaseModel, frozen=True, extra="forbid"):
+    """The engine of a fingerprint. model: its public name, no path. dtype: of its weights."""
+
+    model: str
+    dtype: str
+    lead_in: LeadInConfig
+
+
+def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
+    """Record the label of an engine's fingerprint; failures are logged and ignored."""
+    path = store / FOLDER / f"{fingerprint}.json"
+    label = Label(model=engine.model_name, dtype=engine.dtype or "", lead_in=engine.lead_in)
+    try:
+        if not path.exists():
+            make_folder(path.parent)
+            write_private(path, label.model_dump_json())
+    except OSError as error:
+        logger.info("no label was written in %s: %s", path.parent, error)
+
+
+def labels_in(store: Path) -> dict[str, Label]:
+    """Return the labels of a folder of chunk KV, by fingerprint; invalid files are skipped."""
+    found = {}
+    for path in sorted((store / FOLDER).glob("*.json")):
+        try:
+            with path.open() as file:
+                found[path.stem] = Label.model_validate_json(file.read(LONGEST))
+        except (OSError, ValueError, ConfigError):
+            logger.info("%s is not a label: skipped", path)
     return found

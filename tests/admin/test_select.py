@@ -10,7 +10,7 @@ import pytest
 from cacheblend_rag import BlendConfig, Document, Engine, open_engine
 from cacheblend_rag.admin import inspect
 from cacheblend_rag.admin.inspect import Choice
-from cacheblend_rag.engines.labels import Label
+from cacheblend_rag.engines.identity import Label
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import KVKey, fingerprint
 from cacheblend_rag.prefill.conversation_kv import turn_fingerprint

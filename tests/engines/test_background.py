@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.stream import BackgroundLoop, Cancellation
 from cacheblend_rag.errors import ConfigError
 
 PATIENCE = 30.0

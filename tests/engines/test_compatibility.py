@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen2Config
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.engines.compatibility import KEYS_CANNOT_BE_MOVED, explained
+from cacheblend_rag.engines.model_files import KEYS_CANNOT_BE_MOVED, explained
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 from tests.families.models import Family, families

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines.guard_state import FEWEST, WINDOW, GuardState, Step
+from cacheblend_rag.engines.guard import FEWEST, WINDOW, GuardState, Step
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.settings import GuardConfig
 

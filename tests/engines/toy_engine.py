@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.backend import EngineSetup
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Stream, Take
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison

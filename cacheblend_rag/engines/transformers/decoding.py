@@ -21,9 +21,12 @@ from transformers import (
 
 from cacheblend_rag.engines.answer import Delta, FinishReason, RawLogprob, Request, with_texts
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.guiding import Guide
-from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill, raw_logprob
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    DecodeStep,
+    OrdinaryPrefill,
+    raw_logprob,
+)
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 

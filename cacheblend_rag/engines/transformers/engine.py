@@ -20,7 +20,7 @@ from cacheblend_rag.blend.copy_stream import release_buffers
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
-from cacheblend_rag.engines.backend import engine_settings
+from cacheblend_rag.engines.backend import EngineSetup, engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.lifetime import CLOSED
@@ -28,7 +28,6 @@ from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prefixes import MOST_WAITING, Prefixes
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams, warn_of_ignored
-from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stored_chunks import StoredChunks, finder_of
 from cacheblend_rag.engines.stream import Stream, Take
 from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed

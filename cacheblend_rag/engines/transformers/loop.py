@@ -32,7 +32,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.batch import MOST_TOGETHER
 from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.transformers.decode_step import DecodeStep, run_steps
+from cacheblend_rag.engines.transformers.ordinary_prefill import DecodeStep, run_steps
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.openmp import end_openmp_threads
 

@@ -23,9 +23,12 @@ from cacheblend_rag.engines.answer import FULL_PREFILL, PROMPT_SCORED, RawLogpro
 from cacheblend_rag.engines.prefixes import Prefixes, PrefixKeys, StoredPrefix
 from cacheblend_rag.engines.prepare import BLOCK_TOKENS
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.loop import Turn, Work
-from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    GROWTH_TOKENS,
+    FusedCache,
+    OrdinaryPrefill,
+)
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.errors import ConfigError, PromptTooLongError

@@ -27,12 +27,13 @@ from cacheblend_rag.blend.trial import (
     tokens_behind,
     trial_tokens,
 )
-from cacheblend_rag.engines.compatibility import explained
-from cacheblend_rag.engines.model_files import context_window_in
-from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.decode_step import decode_batch
+from cacheblend_rag.engines.model_files import context_window_in, explained
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    FusedCache,
+    OrdinaryPrefill,
+    decode_batch,
+)
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.reason import Reason, ReasonCode

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.answer import RawLogprob
-from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import generation_values, load_tokenizer
+from cacheblend_rag.engines.stream import BackgroundLoop
 from cacheblend_rag.engines.structured import StructuredOutputs
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Job
 from cacheblend_rag.engines.vllm.protocol.result import (

@@ -34,10 +34,9 @@ from cacheblend_rag.engines.answer import (
     TokenLogprob,
     with_texts,
 )
-from cacheblend_rag.engines.backend import engine_settings
+from cacheblend_rag.engines.backend import EngineSetup, engine_settings
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
-from cacheblend_rag.engines.setup import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.vllm.protocol.job import (
     MOST_KEYS,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.answer import RawLogprob
-from cacheblend_rag.engines.background import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
+from cacheblend_rag.engines.stream import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.jobs import carry_out

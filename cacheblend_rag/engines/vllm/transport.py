@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.answer import RawLogprob
-from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.stream import BackgroundLoop, Cancellation
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, Ask, Job, Wish
 from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result, status_of
 

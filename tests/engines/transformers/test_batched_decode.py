@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.decode_step import decode_batch
-from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    FusedCache,
+    OrdinaryPrefill,
+    decode_batch,
+)
 from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
 from tests.families.models import builders
 from tests.models import make_model

@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.engines import guard
-from cacheblend_rag.engines.reference import reference_of
+from cacheblend_rag.engines.guard import reference_of
 from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import prefill
 from cacheblend_rag.report import GuardReport

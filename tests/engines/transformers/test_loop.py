@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers import loop as loop_module
-from cacheblend_rag.engines.transformers.decode_step import DecodeStep
 from cacheblend_rag.engines.transformers.loop import NOTHING, ModelLoop, Turn, Work, loop_of
+from cacheblend_rag.engines.transformers.ordinary_prefill import DecodeStep
 from cacheblend_rag.errors import ConfigError
 
 PATIENCE = 60.0

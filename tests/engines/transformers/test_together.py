@@ -21,8 +21,8 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.engines.batch import MOST_TOGETHER
-from cacheblend_rag.engines.transformers import cache, decode_step
 from cacheblend_rag.engines.transformers import loop as loop_module
+from cacheblend_rag.engines.transformers import ordinary_prefill
 from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
 from cacheblend_rag.kv import HostTier
@@ -160,7 +160,7 @@ def test_a_request_that_fails_fails_alone(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(prefill_module, "GROWTH_TOKENS", 8)
-    monkeypatch.setattr(cache, "_grow", failing)
+    monkeypatch.setattr(ordinary_prefill, "_grow", failing)
 
     def fail() -> None:
         with pytest.raises(OutOfMemoryError, match="lower max_tokens"):
@@ -178,8 +178,8 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
 ) -> None:  # fmt: skip
     wanted = alone(engine, PROMPTS[:4], greedy(6))
     steps.sizes.clear()
-    monkeypatch.setattr(decode_step, "_told", set())
-    decode_batch = decode_step.decode_batch
+    monkeypatch.setattr(ordinary_prefill, "_told", set())
+    decode_batch = ordinary_prefill.decode_batch
     tried: list[int] = []
 
     def small(stack: Any, caches: Sequence[Any], token_ids: Sequence[int]) -> Tensor:
@@ -188,7 +188,7 @@ def test_a_step_that_fails_is_run_in_smaller_batches(
             raise ValueError("odd")
         return decode_batch(stack, caches, token_ids)
 
-    monkeypatch.setattr(decode_step, "decode_batch", small)
+    monkeypatch.setattr(ordinary_prefill, "decode_batch", small)
     answers = engine.generate_batch(PROMPTS[:4], greedy(6))
     assert [answer.token_ids for answer in answers] == wanted
     assert max(tried) == 4

@@ -18,8 +18,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_files import vllm_generation_values
+from cacheblend_rag.engines.stream import BackgroundLoop
 from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine

@@ -20,7 +20,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import until
-from cacheblend_rag.engines.request_log import log_blend
+from cacheblend_rag.engines.after_answer import log_blend
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV

@@ -19,8 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.engines.compatibility import explained
-from cacheblend_rag.engines.model_files import vllm_generation_values
+from cacheblend_rag.engines.model_files import explained, vllm_generation_values
 from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
 from cacheblend_rag.engines.vllm.connector.finding import identity_of
