@@ -231,7 +231,7 @@ def split(engine: Engine, text: str, chunk_tokens: int) -> list[str]:
     """Cut a text into chunks of at most so many tokens, at paragraphs, lines, sentences, words."""
     plan = AnalysisPlan(chunk_tokens=chunk_tokens, overlap=0)
     cut = cut_document(text, plan, lambda piece: len(engine.tokenize(piece)))
-    return list(dict.fromkeys(one.chunk.text for one in cut))
+    return list(dict.fromkeys(text[one.start : one.end] for one in cut))
 
 
 def _known(engine: Engine, document_id: str, collection: str | None) -> tuple[Chunk, ...]:

@@ -14,7 +14,6 @@ from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL
-from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.document_windows import AnalysisPlan
 from cacheblend_rag.rag.extracting import EXTRACTORS
@@ -28,7 +27,7 @@ from cacheblend_rag.rag.long_document import (
 from cacheblend_rag.rag.readers import UnreadableFileError, read_file
 from cacheblend_rag.settings import EMBEDDED, EngineConfig
 
-DEFAULT_KV_PATH = Path(".cacheblend-documents")
+DEFAULT_KV_PATH = ".cacheblend-documents"
 
 
 def ask_document(
@@ -52,55 +51,53 @@ def ask_document(
         raise PromptError(f"{path} is not a file: give one document")
     if path.suffix.lower() not in EXTRACTORS:
         raise PromptError(f"{path} must be one of {' '.join(EXTRACTORS)}, by its name")
-    kv_path = os.environ.get(options.KV_PATH_VARIABLE) or DEFAULT_KV_PATH
     defaults = {
-        "engine": EMBEDDED, "model": DEFAULT_MODEL, "instruction": default_lead_in,
-        "kv_path": kv_path,
-    }  # fmt: skip
+        "engine": EMBEDDED,
+        "model": DEFAULT_MODEL,
+        "instruction": default_lead_in,
+        "kv_path": os.environ.get(options.KV_PATH_VARIABLE) or DEFAULT_KV_PATH,
+    }
     config = EngineConfig.gather(**{**defaults, **given})
     if config.store.kv_path is not None:
         options.store_folder(Path(config.store.kv_path))
-    with output.stdout_reserved(as_json):
+    with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
         checks.check_config(config)
         checks.check_chunk_size("chunk_tokens", plan.chunk_tokens, config.model)
         if resume is not None:
             AnswerLog.resumed(resume)  # refused before anything is loaded, if it is no such file
+        try:
+            found = read_file(path)
+        except UnreadableFileError as error:
+            raise PromptError(f"{path} cannot be analyzed: {error}") from error
+        if found.note:
+            output.warn(f"{path}: {found.note}")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with output.progress_bar(lines=True) as progress:
-            text = _read(path, progress)
-            try:
-                with closing(asking.load_engine(config, progress)) as engine:
-                    analysis = analyze_long_document(
-                        engine,
-                        text,
-                        question or SUMMARY,
-                        sampling=sampling,
-                        document_id=str(path.resolve()),
-                        resume=resume,
-                        progress=progress,
-                        **plan.model_dump(),
-                    )
-                    report = analysis.report
-                    if report.window < plan.window:
-                        output.warn(
-                            f"windows of {report.window} chunks, not {plan.window}: the model's "
-                            "context, or the document, holds no more"
-                        )
-                    answers = []
-                    for one in analysis:
-                        answers.append(one.to_dict())
-                        if not as_json:
-                            place = f"characters {one.start:,} to {one.end:,}"
-                            typer.echo(f"window {one.window + 1} of {report.windows}, {place}:")
-                            typer.echo(f"{output.printable(one.text)}\n")
-                    about = {"model": engine.model_name, "dtype": engine.dtype}
-                    about["engine"] = engine.name
-            except KeyboardInterrupt:
-                goes_on = "the same command goes on from here"
-                kept = "--resume FILE keeps answers" if resume is None else goes_on
-                output.say(f"interrupted: chunk KV stays, {kept}")
-                raise typer.Exit(output.INTERRUPTED) from None
+        try:
+            with closing(asking.load_engine(config, progress)) as engine:
+                analysis = analyze_long_document(
+                    engine,
+                    found.text,
+                    question or SUMMARY,
+                    sampling=sampling,
+                    document_id=str(path.resolve()),
+                    resume=resume,
+                    progress=progress,
+                    **plan.model_dump(),
+                )
+                windows, answers = analysis.report.windows, []
+                for one in analysis:
+                    answers.append(one.to_dict())
+                    if not as_json:
+                        place = f"characters {one.start:,} to {one.end:,}"
+                        typer.echo(f"window {one.window + 1} of {windows}, {place}:")
+                        typer.echo(f"{output.printable(one.text)}\n")
+        except KeyboardInterrupt:
+            goes_on = "the same command goes on from here"
+            kept = "--resume FILE keeps answers" if resume is None else goes_on
+            output.say(f"interrupted: chunk KV stays, {kept}")
+            raise typer.Exit(output.INTERRUPTED) from None
     if as_json:
+        about = {"model": engine.model_name, "dtype": engine.dtype, "engine": engine.name}
         output.print_json({**about, **analysis.report.to_dict(), "answers": answers})
         return
     typer.echo(f"answer:\n{output.printable(analysis.report.answer)}\n\nreport:")
@@ -108,33 +105,15 @@ def ask_document(
         typer.echo(f"  {line}")
 
 
-def _read(path: Path, progress: ProgressCallbacks) -> str:
-    """Return a file's text; raises PromptError when it has none, MissingExtraError."""
-    try:
-        with progress.phase(f"reading {path.name}"):
-            found = read_file(path)
-    except UnreadableFileError as error:
-        raise PromptError(f"{path} cannot be analyzed: {error}") from error
-    if found.note:
-        progress.warn(f"{path}: {found.note}")
-    return found.text
-
-
 def report_lines(report: LongDocumentReport) -> list[str]:
     """Return lines on the document, the chunks' KV and the prompts."""
-    lines = [
+    reasons = "".join(f", {count} refused: {why}" for why, count in report.refused.items())
+    reused = output.percent(report.reused_tokens / max(report.prompt_tokens, 1))
+    return [
         f"{report.tokens:,} tokens: {report.chunks} chunks, {report.windows} windows of "
         f"{report.window}",
-        f"chunk KV: {report.computed_chunks} computed, {report.stored_chunks} stored already",
+        f"chunk KV: {report.computed_chunks} computed, {report.stored_chunks} stored already"
+        f"{reasons}",
+        f"prompts: {report.prompts} answered, {report.resumed_prompts} answered before",
+        f"prompt tokens: {report.prompt_tokens:,}, {reused} reused",
     ]
-    if report.refused:
-        reasons = ", ".join(f"{count} {why}" for why, count in report.refused.items())
-        lines.append(f"chunks without KV: {reasons}")
-    earlier = f", {report.resumed_prompts} answered before" if report.resumed_prompts else ""
-    lines.append(f"prompts: {report.prompts} answered{earlier}")
-    if report.prompt_tokens:
-        share = output.percent(report.reused_tokens / report.prompt_tokens)
-        lines.append(
-            f"prompt tokens: {report.prompt_tokens:,}, {report.reused_tokens:,} reused ({share})"
-        )
-    return [*lines, f"time: {output.rough_duration(report.seconds)}"]

@@ -1,8 +1,7 @@
 """Cuts a long document into overlapping chunks of whole pieces.
 
 A document is first cut into small pieces, at paragraphs, lines, sentences and words. A chunk is a
-run of whole pieces, and so are the text that two chunks share, and what stands before a chunk in
-its document (``Chunk.context``).
+run of whole pieces, and so is the text that two chunks share.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.settings.base import Count, Positive, Settings
-from cacheblend_rag.text.chunk import Chunk, Context
 
 PIECE_TOKENS = 64
 PIECES_IN_CHUNK, PIECES_IN_OVERLAP = 8, 4
@@ -29,8 +27,6 @@ WORD = r"\s|(?<=[\uff0c\u3001])"
 BREAKS = tuple(map(re.compile, (PARAGRAPH, LINE, SENTENCE, WORD)))
 """Where a piece may begin: a paragraph, a line, a sentence, a word."""
 
-Combine = Literal["map_reduce", "refine"]
-"""How the windows' answers are combined into one."""
 CountTokens = Callable[[str], int]
 
 
@@ -45,7 +41,7 @@ class AnalysisPlan(Settings):
     """Most tokens that a chunk repeats of the one before it, up to half a chunk."""
     window: Positive = 5
     """Most chunks of a prompt."""
-    combine: Combine = "map_reduce"
+    combine: Literal["map_reduce", "refine"] = "map_reduce"
     """Join the windows' answers at the end, or have each window refine the last one."""
 
     @model_validator(mode="after")
@@ -63,7 +59,7 @@ class AnalysisPlan(Settings):
         return max(1, min(PIECE_TOKENS, shared, self.chunk_tokens // PIECES_IN_CHUNK))
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Characters [start, end) of a document, and how many tokens they have by themselves."""
 
     start: int
@@ -71,67 +67,36 @@ class Piece(NamedTuple):
     tokens: int
 
 
-class DocumentChunk(NamedTuple):
-    """A chunk, its characters [start, end) of the document, and its tokens.
-
-    new_tokens: tokens of its pieces that no chunk before it has.
-    """
-
-    chunk: Chunk
-    start: int
-    end: int
-    tokens: int
-    new_tokens: int
-
-
-def cut_document(
-    text: str, plan: AnalysisPlan, count: CountTokens, context_tokens: int = 0, **of_chunk: Any
-) -> list[DocumentChunk]:
+def cut_document(text: str, plan: AnalysisPlan, count: CountTokens) -> list[Span]:
     """Cut a document into chunks; white space at a chunk's edges is left out.
-
-    context_tokens: how many tokens of the document may stand before a chunk while its KV is
-    computed. of_chunk: fields of each Chunk.
 
     Raises PromptError when there is nothing but white space.
     """
     pieces = list(_pieces(text, (0, len(text)), 0, plan.piece_tokens, count))
-    chunks: list[DocumentChunk] = []
+    chunks: list[Span] = []
     first = end = 0
     while end < len(pieces):
-        done, total = end, sum(piece.tokens for piece in pieces[first:end])
-        while end < len(pieces) and (
-            total + pieces[end].tokens <= plan.chunk_tokens or end == done
-        ):
-            total += pieces[end].tokens
+        done, room = end, plan.chunk_tokens - sum(piece.tokens for piece in pieces[first:end])
+        while end < len(pieces) and (end == done or pieces[end].tokens <= room):
+            room -= pieces[end].tokens
             end += 1
         whole = text[pieces[first].start : pieces[end - 1].end]
         shown = whole.strip()
-        blank = whole[: len(whole) - len(whole.lstrip())]
-        start = pieces[first].start + len(blank)
+        start = pieces[first].start + len(whole) - len(whole.lstrip())
         if shown and not (chunks and start + len(shown) <= chunks[-1].end):
-            at = _back(pieces, first, 0, context_tokens - (count(blank) if blank else 0))
-            before = [text[one.start : one.end] for one in pieces[at:first]]
-            context = Context.of([*before, blank] if before and blank else before)
-            chunk = Chunk(shown, context=context, **of_chunk)
-            new = sum(piece.tokens for piece in pieces[done:end])
-            chunks.append(DocumentChunk(chunk, start, start + len(shown), count(shown), new))
-        first = _back(pieces, end, first + 1, plan.overlap)
+            chunks.append(Span(start, start + len(shown), count(shown)))
+        least, first, room = first + 1, end, plan.overlap
+        while first > least and pieces[first - 1].tokens <= room:
+            first -= 1
+            room -= pieces[first].tokens
     if not chunks:
         raise PromptError("the document is empty: give a text")
     return chunks
 
 
-def _back(pieces: list[Piece], end: int, least: int, room: int) -> int:
-    """Return the first of the pieces before ``end`` that have at most ``room`` tokens together."""
-    while end > least and pieces[end - 1].tokens <= room:
-        end -= 1
-        room -= pieces[end].tokens
-    return end
-
-
 def _pieces(
     text: str, span: tuple[int, int], level: int, limit: int, count: CountTokens
-) -> Iterator[Piece]:
+) -> Iterator[Span]:
     """Split a span at the separators of a level in BREAKS.
 
     Parts over the limit are split at the next level, and behind the last one in halves; a single
@@ -142,7 +107,7 @@ def _pieces(
     if level and (size <= limit * MOST_CHARACTERS or size == 1):
         tokens = count(text[start:end])
         if tokens <= limit or size == 1:
-            yield Piece(start, end, tokens)
+            yield Span(start, end, tokens)
             return
     points: Iterable[int] = (start, (start + end) // 2, end)
     if level < len(BREAKS):

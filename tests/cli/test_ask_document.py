@@ -58,7 +58,7 @@ def test_answers_are_printed_then_the_result_and_a_report(analyze):
     answer = said.partition("answer:\n")[2].partition("\n\nreport:")[0]
     assert said.count(answer) >= 2, "the last window's"
     assert f"{windows + 2} chunks, {windows} windows of 3" in said
-    assert f"prompts: {windows} answered\n" in said
+    assert f"prompts: {windows} answered, 0 answered before\n" in said
 
 
 def test_an_interruption_says_how_to_go_on(analyze, tmp_path, monkeypatch):

@@ -27,10 +27,6 @@ def counting(tokenizer):
     return lambda text: len(encoder.chunk(text))
 
 
-def cut(text, plan, count, context=100):
-    return cut_document(text, plan, count, context, document_id="one", collection="long")
-
-
 def prose(paragraphs, seed):
     """Paragraphs of sentences, with some lines and blanks between them."""
     draw = random.Random(seed)
@@ -46,14 +42,12 @@ def prose(paragraphs, seed):
 def test_every_character_is_in_a_chunk_and_chunks_overlap_as_said(chunk_tokens, overlap):
     text, count = prose(120, 1), counting(make_tokenizer())
     plan = AnalysisPlan(chunk_tokens=chunk_tokens, overlap=overlap)
-    done = cut(text, plan, count)
+    done = cut_document(text, plan, count)
     held = set()
     for one in done:
-        assert text[one.start : one.end] == one.chunk.text
-        assert one.tokens == count(one.chunk.text) <= chunk_tokens
+        assert one.tokens == count(text[one.start : one.end]) <= chunk_tokens
         held.update(range(one.start, one.end))
     assert all(at in held or text[at].isspace() for at in range(len(text)))
-    assert sum(one.new_tokens for one in done) == count(text)
     for before, after in pairwise(done):
         shared = count(text[after.start : before.end])
         assert before.start < after.start
@@ -66,22 +60,11 @@ def test_every_character_is_in_a_chunk_and_chunks_overlap_as_said(chunk_tokens, 
 def test_text_without_spaces_is_cut_at_its_own_marks_and_else_anywhere():
     count, plan = counting(load_tokenizer(TOY)), AnalysisPlan(chunk_tokens=512, overlap=0)
     for text, marked in ((CHINESE, 0.9), ("x" * 3000, 0)):
-        chunks = cut(text, plan, count)
-        assert "".join(one.chunk.text for one in chunks) == text
+        chunks = cut_document(text, plan, count)
+        assert "".join(text[one.start : one.end] for one in chunks) == text
         assert max(one.tokens for one in chunks) <= 512
-        ends = sum(one.chunk.text[-1] in STOP + COMMA for one in chunks)
+        ends = sum(text[one.end - 1] in STOP + COMMA for one in chunks)
         assert ends >= len(chunks) * marked
-
-
-def test_a_chunk_refers_to_the_text_before_it_within_its_room():
-    text, count = prose(60, 2), counting(make_tokenizer())
-    plan = AnalysisPlan(chunk_tokens=64, overlap=16)
-    for one in (done := cut(text, plan, count, 90)):
-        before = "".join(one.chunk.context)
-        assert text[: one.start].endswith(before)
-        assert count(before) <= 90
-    assert count("".join(done[-1].chunk.context)) > 90 - plan.piece_tokens
-    assert not any(one.chunk.context for one in cut(text, plan, count, 0))
 
 
 @pytest.mark.parametrize(

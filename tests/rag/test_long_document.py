@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from threading import Event
 
 import pytest
 
 from cacheblend_rag import (
-    LeadInConfig,
     Reason,
     ReasonCode,
     SamplingParams,
@@ -66,8 +64,6 @@ def test_each_chunk_is_computed_once_though_it_stands_in_five_windows():
     assert len(answers) == report.windows == report.chunks - 4
     assert set(engine.stored.values()) == {1}
     assert report.computed_chunks == len(engine.stored) == report.chunks
-    held = Counter(c for one in answers for c in range(one.first_chunk, one.end_chunk))
-    assert max(held.values()) == 5
     assert all(one.answer.reused_tokens > 4 * 48 for one in answers)
     assert report.prompts == report.windows + 1, "the last one joins the answers"
 
@@ -138,32 +134,13 @@ def test_a_resumed_run_asks_only_what_is_missing(combine, tmp_path):
     assert (report.answer, report.resumed_prompts) == (whole.answer, 3)
     assert report.prompts == len(engine.prompts) == whole.prompts - 3
     assert report.computed_chunks == report.chunks - 3, "chunks of answered windows alone are not"
+    other = analyze(CountingEngine(), combine=combine, resume=kept, question="w3").result()
+    assert other.resumed_prompts == 0, "answers to other prompts are not taken"
 
     last = CountingEngine()
     assert analyze(last, combine=combine, resume=kept).result().answer == whole.answer
     assert not last.prompts
     assert not last.stored
-
-
-def test_it_stops_when_it_is_cancelled_and_goes_on_later(tmp_path):
-    cancel, kept = Event(), tmp_path / "answers.jsonl"
-
-    class Cancelling(CountingEngine):
-        def _start(self, request):
-            if self.prompts:
-                cancel.set()
-            return super()._start(request)
-
-    engine = Cancelling()
-    report = analyze(engine, cancel=cancel, resume=kept).result()
-    assert report.is_cancelled
-    assert (report.answer, report.prompts, len(engine.stored)) == ("", 1, 6)
-    assert len(kept.read_text().splitlines()) == 1, "a cancelled answer is not kept"
-    for change in ({"question": "w3"}, {"sampling": SamplingParams.greedy(max_tokens=5)}, {}):
-        again = analyze(CountingEngine(), resume=kept, **change).result()
-        assert again.resumed_prompts == (not change), "answers to other prompts are not taken"
-        assert again.answer
-        assert not again.is_cancelled
 
 
 def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
@@ -241,32 +218,6 @@ def test_chunks_that_cannot_be_stored_are_counted_and_computed_in_each_window():
     assert report.answer
 
 
-@pytest.mark.parametrize(("document_window", "same"), [(2048, 5), (32, 6)])
-def test_a_chunk_is_computed_after_the_text_before_it_in_its_window(document_window, same):
-    """Of ten chunks, the first four hold another beginning, and the fifth was computed after it."""
-    lead_in = {"kind": "document", "document_window": document_window}
-    engine, keys = CountingEngine(lead_in=LeadInConfig.of(lead_in)), []
-    for seed in (3, 5):
-        text = f"{words(200, seed)} {words(440, 4)}"
-        report = analyze(engine, text, overlap=0).result()
-        chunks = engine.registry.document(report.document_id, report.collection)
-        assert len(chunks) == report.chunks == 10
-        keys.append({engine.key(chunk) for chunk in chunks})
-    assert len(keys[0] & keys[1]) == same
-
-
-def test_no_token_is_computed_much_more_than_twice():
-    computed = []
-
-    class Adding(CountingEngine):
-        def _store(self, plans):
-            computed.extend(len(plan.context) + len(plan.token_ids) for plan in plans)
-            return super()._store(plans)
-
-    report = analyze(Adding(), overlap=8).result()
-    assert 1.8 * report.tokens < sum(computed) <= 128 / (64 - 8 - 2) * report.tokens
-
-
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}] {{ message.content }} [end] {% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
@@ -279,7 +230,7 @@ TEMPLATE = (
         (None, "", f"{INSTRUCTION}\n\n", ""),
         (TEMPLATE, "", f"[system] {INSTRUCTION} [end] [user] ", " [end] [assistant] "),
         (TEMPLATE, default_lead_in, f"[system] {INSTRUCTION} [end] [user] ", " [end] [assistant] "),
-        (TEMPLATE, "Read:\n\n", "Read:\n\n", ""),
+        (TEMPLATE, "Read:\n\n", "[system] Read: [end] [user] ", " [end] [assistant] "),
     ],
 )
 def test_prompts_begin_as_the_engines_chunks_were_computed(template, instruction, before, behind):
