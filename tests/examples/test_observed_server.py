@@ -40,7 +40,7 @@ from tests.examples.test_dashboard import FOLDER, SOURCES, asked, queries
 from tests.local_servers import HOST, Server, prometheus_server
 from tests.otlp_receiver import OTLPReceiver, receiving
 from tests.toy import TOY, generate_prompts
-from tests.toy.prompt import HEAD, documents, text
+from tests.toy.corpus import HEAD, documents, text
 from tests.vllm_server import running_server
 
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)

@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.text.chunk import Document
 
-from .documents import SETTINGS, generate_prompts
-from .prompt import CHUNK_SEPARATOR, INSTRUCTION, DemoDocument, DemoPrompt
+from .corpus import (
+    CHUNK_SEPARATOR,
+    INSTRUCTION,
+    SETTINGS,
+    DemoDocument,
+    DemoPrompt,
+    generate_prompts,
+)
 
 
 def toy_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
-    """Draw questions about held-out subjects of the corpus, so many per setting; () is all."""
+    """Return questions over the corpus, so many per setting; () is all."""
     drawn = tuple(
         _toy_question(prompt)
         for setting in settings or SETTINGS

@@ -34,7 +34,7 @@ from tests.kv.samples import until
 from tests.local_servers import free_port
 from tests.models import words
 from tests.toy import TOY, DemoPrompt, generate_prompts
-from tests.toy.prompt import HEAD, documents, text
+from tests.toy.corpus import HEAD, documents, text
 from tests.unmodified_clients import UnmodifiedClients
 from tests.vllm_server import RunningServer
 

@@ -1,15 +1,19 @@
-"""A prompt of the corpus: documents, retrieved chunks, a question, and the text around them."""
+"""Prompts of the corpus, from ``corpus.json``: documents, retrieved chunks, a question."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from cacheblend_rag import Document
 
 QuestionKind = Literal["direct", "referring"]
 SegmentKind = Literal["text", "chunk"]
 
+SETTINGS = ("adjacent", "fragments", "shuffled")
 INSTRUCTION = "Read the notes below and answer the question. Give a short answer."
 CHUNK_SEPARATOR = "\n\n"
 
@@ -74,6 +78,45 @@ class DemoPrompt:
             parts.append(("chunk", chunk))
         parts.append(("text", DEFAULT_FRAME.tail.format(question=self.question.question)))
         return parts
+
+
+def generate_prompts(setting: str, count: int, seed: int) -> list[DemoPrompt]:
+    """Return the first prompts of one question each that are kept of a setting and a seed.
+
+    setting: ``adjacent`` (whole documents in order), ``fragments`` (only the chunks that refer
+    back, and only questions about them) or ``shuffled`` (all chunks in random order).
+    """
+    kept = _corpus()["prompts"][f"{setting}/{seed}"][:count]
+    assert len(kept) == count, "corpus.json holds fewer"
+    return [
+        DemoPrompt(
+            tuple(_documents(one["documents"])),
+            tuple((document, chunk) for document, chunk in one["retrieved"]),
+            DemoQuestion(**one["question"]),
+            setting,
+        )
+        for one in kept
+    ]
+
+
+def generate_collection(
+    documents: int, questions: int, seed: int
+) -> tuple[list[DemoDocument], list[DemoQuestion]]:
+    """Return the collection for retrieval that is kept of these numbers.
+
+    Questions name their subject in full, and ``question.document`` indexes the collection.
+    """
+    kept = _corpus()["collections"][f"{documents}/{questions}/{seed}"]
+    return _documents(kept["documents"]), [DemoQuestion(**one) for one in kept["questions"]]
+
+
+@cache
+def _corpus() -> Any:
+    return json.loads(Path(__file__).with_name("corpus.json").read_text())
+
+
+def _documents(kept: list[dict[str, Any]]) -> list[DemoDocument]:
+    return [DemoDocument(one["id"], tuple(one["chunks"])) for one in kept]
 
 
 HEAD = f"<bos>{INSTRUCTION}\n\n"
