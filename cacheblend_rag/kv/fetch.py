@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, cast
-from weakref import ref
+from typing import Any, Self
+from weakref import ReferenceType, ref
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -24,84 +24,51 @@ from cacheblend_rag.reason import Miss
 class _Place:
     """One chunk of the prompt. chunk: set while it is open.
 
-    ahead: its slot among the chunks that are looked up ahead. parts: those that are read or being
-    read, by their first layer. taken: the room that they take.
+    parts: those that are read or being read, by their first layer. taken: the room that they take.
     """
 
-    opened: Future[Found] | None = None
+    opened: Future[Found]
     is_settled: bool = False
     chunk: SharedChunk | None = None
-    ahead: Reservation | None = None
     parts: dict[int, Future[Part]] = field(default_factory=dict)
     taken: dict[int, Reservation] = field(default_factory=dict)
-
-
-@dataclass
-class _Ahead:
-    """Parts not yet begun, (first layer, place), and the number in flight.
-
-    Unpacking in memory has a queue of its own, so that it and reading do not delay each other.
-    """
-
-    todo: list[tuple[int, int]] = field(default_factory=list)
-    under_way: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """How much of a prompt must be found before any of its layers is read.
-
-    tokens: of each of its chunks, in order. least: fewest tokens of found chunks.
-    """
-
-    tokens: Sequence[int]
-    least: int
 
 
 class LayerSource:
     """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
 
-    All of it is read on the store's threads, from the start and ahead of its use: heads within
-    ``places``, layers within ``room``, which all prompts of a store share; the next item to be
-    taken is always read. A layer is read of all chunks before the next layer. Use it from one
-    thread at a time, and close it unless everything was taken.
+    All of it is read on the store's threads, from the start and ahead of its use: layers within
+    ``room``, which all prompts of a store share; the next layer to be taken is always read. A layer
+    is read of all chunks before the next layer. Use it from one thread at a time, and close it
+    unless everything was taken.
 
-    reads: the reads of all prompts of a store. way: the options of this one. threshold: how much
-    must be found before layers are read ahead.
+    reads: the reads of all prompts of a store. way: the options of this one.
     """
 
-    def __init__(
-        self,
-        keys: Iterable[KVKey],
-        reads: SharedReads,
-        way: Way,
-        threshold: Threshold | None = None,
-    ) -> None:
-        self._keys = list(keys)
-        self._places = [_Place() for _ in self._keys]
-        self._shared, self._way = reads, way
-        self._tokens = [0] * len(self._keys) if threshold is None else list(threshold.tokens)
-        self._lacking = 0 if threshold is None else threshold.least
+    def __init__(self, keys: Iterable[KVKey], reads: SharedReads, way: Way) -> None:
+        self._shared = reads
         self._lock = threading.RLock()
-        self._begun = self._given = 0
-        self._reads, self._unpacks = _Ahead(), _Ahead()
+        self._given = self._under_way = 0
+        self._todo: list[tuple[int, int]] = []  # parts not yet begun: (first layer, place)
         self._wanted = self._handed = -1
         self._closed = False
         self.busy = BusySeconds()
         self._read_from: dict[str, tuple[BusySeconds, int]] = {}
-        self._open_ahead()
+        self._places = [_Place(reads.begin_open(key, way)) for key in keys]
+        for index, place in enumerate(self._places):
+            self.busy.watch(place.opened)
+            place.opened.add_done_callback(partial(_settle, ref(self), index))
 
     def __len__(self) -> int:
         """Chunks whose head is not handed out yet."""
-        return 0 if self._closed else len(self._keys) - self._given
+        return 0 if self._closed else len(self._places) - self._given
 
     def awaited(self) -> list[Future[Any]]:
         """Return the reads that the next item, a head or the wanted layer of all chunks, is of."""
         if self._closed:
             return []
         if len(self):
-            self._open_next()
-            return [self._opened(self._given)]
+            return [self._places[self._given].opened]
         with self._lock:
             if self._handed >= self._wanted:
                 return []
@@ -119,13 +86,10 @@ class LayerSource:
         """
         if not len(self):
             raise IndexError("all chunks are taken")
-        self._open_next()
-        place, opened = self._places[self._given], self._opened(self._given)
+        opened = self._places[self._given].opened
         self._given += 1
         found = _found(opened)
         self._settle(self._given - 1, opened)
-        self._leave_place(place)
-        self._open_ahead()
         return found
 
     def keep(self, used: Sequence[bool]) -> None:
@@ -219,8 +183,7 @@ class LayerSource:
                     self._give_back(place, first)
                 if place.chunk is not None:
                     self._queue(index, place.chunk, 0)
-            for ahead in (self._reads, self._unpacks):
-                ahead.todo = sorted(set(ahead.todo))
+            self._todo = sorted(set(self._todo))
             self._read_ahead()
 
     def close(self) -> None:
@@ -228,45 +191,14 @@ class LayerSource:
         with self._lock:
             self._closed = True
             for place in self._places:
-                if place.opened is not None:
-                    place.opened.cancel()
-                self._leave_place(place)
+                place.opened.cancel()
                 self._let_go(place)
-                place.opened = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _opened(self, index: int) -> Future[Found]:
-        return cast("Future[Found]", self._places[index].opened)
-
-    def _open_ahead(self) -> None:
-        while self._begun < len(self._keys) and (ahead := self._shared.places.take(1)) is not None:
-            self._begin_open(ahead)
-
-    def _open_next(self) -> None:
-        """Look up more chunks within the limit, but at least the next one to be taken."""
-        self._open_ahead()
-        if self._begun == self._given:
-            self._begin_open(None)
-
-    def _begin_open(self, ahead: Reservation | None) -> None:
-        index, me = self._begun, ref(self)
-        place = self._places[index]
-        place.ahead = ahead
-        key = self._keys[index]
-        place.opened = opened = self._shared.begin_open(key, self._way)
-        self._begun += 1  # not before: after an interrupt it continues here
-        self.busy.watch(opened)
-
-        def settle(opened: Future[Found]) -> None:
-            if (source := me()) is not None:
-                source._settle(index, opened)
-
-        opened.add_done_callback(settle)
 
     def _settle(self, index: int, opened: Future[Found]) -> None:
         """Begin to read a chunk's layers once it is open; called by the first to notice."""
@@ -277,15 +209,8 @@ class LayerSource:
             place.is_settled, place.chunk = True, found.chunk
             if found.chunk is not None:
                 found.chunk.join()
-                self._lacking -= self._tokens[index]
                 self._queue(index, found.chunk, 0)
             self._read_ahead()
-
-    def _leave_place(self, place: _Place) -> None:
-        """Free a head's slot once the head is no longer held."""
-        ahead, place.ahead = place.ahead, None
-        if ahead is not None and place.opened is not None:
-            place.opened.add_done_callback(ahead.give_back)
 
     def _asked(self, layer: int) -> list[tuple[_Place, SharedChunk, int]]:
         """Return the used chunks, each with the first layer of the part that holds a layer."""
@@ -297,33 +222,22 @@ class LayerSource:
 
     def _queue(self, index: int, chunk: SharedChunk, first: int) -> None:
         if first < chunk.reader.layers:
-            heapq.heappush(self._ahead(chunk).todo, (first, index))
-
-    def _ahead(self, chunk: SharedChunk) -> _Ahead:
-        return self._unpacks if chunk.only_unpacks else self._reads
+            heapq.heappush(self._todo, (first, index))
 
     def _read_ahead(self) -> None:
         """Begin to read the next parts, as far as there is room; under the lock.
 
-        Not before the threshold is found: a prompt below it reads heads only. Not all at once, so
-        that those of the first layers are not behind others in the queue; and until all heads are
-        known, first parts only. Heads count as reads: without them nothing can be computed, and if
-        reading takes processors, parts would delay them.
+        Not all at once, so that those of the first layers are not behind others in the queue; and
+        until all heads are known, first parts only. Heads count as reads: without them nothing can
+        be computed, and if reading takes processors, parts would delay them.
         """
-        if self._lacking > 0:
-            return
-        settled = sum(place.is_settled for place in self._places)
-        most = settled == len(self._places)
-        self._begin_parts(self._reads, self._begun - settled, most)
-        self._begin_parts(self._unpacks, 0, most)
-
-    def _begin_parts(self, ahead: _Ahead, heads: int, most: bool) -> None:
-        while ahead.todo and (most or not ahead.todo[0][0]):
-            first, index = heapq.heappop(ahead.todo)
+        heads = sum(not place.is_settled for place in self._places)
+        while self._todo and (not heads or not self._todo[0][0]):
+            first, index = heapq.heappop(self._todo)
             place = self._places[index]
             if (chunk := place.chunk) is None:
                 continue
-            if ahead.under_way + heads >= chunk.at_once:
+            if self._under_way + heads >= chunk.at_once:
                 self._queue(index, chunk, first)
                 return
             is_past = chunk.last_of(first) <= max(self._handed + 1, self._wanted)
@@ -345,25 +259,13 @@ class LayerSource:
             first, partial(self._shared.begin_read, chunk.tier)
         )
         if not future.done():
-            self._ahead(chunk).under_way += 1
+            self._under_way += 1
             self.busy.watch(future)
             busy, before = self._read_from.get(chunk.tier, (BusySeconds(), 0))
             self._read_from[chunk.tier] = (busy, before + nbytes)
             busy.watch(future)
-            me = ref(self)
-
-            def see(_: Future[Part]) -> None:
-                if (source := me()) is not None:
-                    source._is_read(chunk)
-
-            future.add_done_callback(see)
+            future.add_done_callback(partial(_is_read, ref(self)))
         return True
-
-    def _is_read(self, chunk: SharedChunk) -> None:
-        with self._lock:
-            self._ahead(chunk).under_way -= 1
-            if not self._closed:
-                self._read_ahead()
 
     def _give_back(self, place: _Place, first: int) -> None:
         """Drop a part; its bytes are released at the latest when it has been read."""
@@ -376,6 +278,19 @@ class LayerSource:
             for first in list(place.parts):
                 self._give_back(place, first)
             chunk.leave()
+
+
+def _settle(source: ReferenceType[LayerSource], index: int, opened: Future[Found]) -> None:
+    if (there := source()) is not None:
+        there._settle(index, opened)
+
+
+def _is_read(source: ReferenceType[LayerSource], _: Future[Part]) -> None:
+    if (there := source()) is not None:
+        with there._lock:
+            there._under_way -= 1
+            if not there._closed:
+                there._read_ahead()
 
 
 def _found(opened: Future[Found]) -> Found:

@@ -1,4 +1,4 @@
-"""Shares lookups and reads of chunks between prompts, bounds them, keeps what others wait for."""
+"""Shares lookups and reads of chunks between prompts, and bounds what is read ahead."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk, miss_of
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.reason import Miss
 
-FETCHED_AHEAD = 32
-"""Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Bytes of layers that all running prompts may read ahead, besides the tiers' memory."""
+WANTED_BYTES = 1 << 30
+"""Bytes of chunks that are kept for waiting requests, besides the tiers' memory."""
 
 _KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
 _WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
-WANTED_BYTES = 1 << 30
-"""Bytes of chunks that are kept for waiting requests, besides the tiers' memory."""
 
 
 class SharedReads:
@@ -38,15 +36,16 @@ class SharedReads:
     No lock is held while a tier is asked: storing or evicting a chunk meanwhile, in this tier or
     another one, makes the lookup stale, and its result is not kept.
 
-    places: slots for heads that are read ahead. room: bytes for layers that are read ahead.
+    room: bytes for layers that are read ahead.
     """
 
     def __init__(
         self, tiers: Sequence[Tier], expiry: Expiry, locks: KeyLocks, threads: TierThreads
     ) -> None:
         self._tiers, self._expiry, self._locks, self._threads = tiers, expiry, locks, threads
-        self.places, self.room = Budget(FETCHED_AHEAD), Budget(ROOM_AHEAD_BYTES)
-        self._wanted = WantedChunks()
+        self.room = Budget(ROOM_AHEAD_BYTES)
+        self._wanted, self._kept = Counter[KVKey](), dict[KVKey, SharedChunk]()
+        self._keeping = threading.Lock()
         self._opening = Opening(tiers, threads, self._open_in)
         self._open: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
 
@@ -66,19 +65,29 @@ class SharedReads:
     def wanting(self, keys: Iterable[KVKey]) -> Iterator[None]:
         """Announce that a request will read chunks, until the context ends.
 
-        What other requests read of them meanwhile is kept for this one, besides the tiers' memory.
+        What is read meanwhile of a chunk that several requests have announced is kept for all of
+        them, up to WANTED_BYTES besides the tiers' memory: a full tier may turn it away.
         """
-        own = list(dict.fromkeys(keys))
+        own = Counter(dict.fromkeys(keys, 1))
+        with self._keeping:
+            self._wanted += own
         try:
-            self._wanted.add(own)
-            for key in own:
-                for way in _WAYS:
-                    running = self._open.get((key, way))
-                    if running is not None and not running.reader.in_memory:
-                        self._wanted.keep(key, running)
             yield
         finally:
-            self._wanted.remove(own)
+            with self._keeping:
+                self._wanted -= own
+                for key in own.keys() - self._wanted.keys():
+                    self._kept.pop(key, None)
+
+    def _keep(self, key: KVKey, chunk: SharedChunk) -> bool:
+        """Keep what is read of a chunk if several requests want it, and there is room."""
+        with self._keeping:
+            kept = sum(one.nbytes for one in self._kept.values())
+            if self._wanted[key] < 2 or kept + chunk.nbytes > WANTED_BYTES:
+                return False
+            chunk.hold()
+            self._kept[key] = chunk
+        return True
 
     def begin_read(self, tier: str, work: Callable[[], Part]) -> Future[Part]:
         """Read a part of a chunk on threads of the named tier."""
@@ -136,14 +145,14 @@ class SharedReads:
                 at_once=tier.parts_at_once,
                 unpacks=way.unpacks,
             )
-        is_in_memory = reader.in_memory and depth == 0 and not tier.durable
-        is_kept = not is_in_memory and self._wanted.keep(key, shared)
+        is_of_memory = reader.in_memory and depth == 0 and not tier.durable
+        is_kept = not is_of_memory and self._keep(key, shared)
         if reader.in_memory and not shared.only_unpacks and not is_kept:
             return shared
         self._open[key, way] = shared
         if not self._opening.is_current(search):  # after the insertion, which later changes see
             self._open.pop((key, way), None)
-            self._wanted.drop(key)
+            self._kept.pop(key, None)
         return shared
 
     def _keep_found(self, search: Search, depth: int, chunk: StoredChunk) -> None:
@@ -163,7 +172,7 @@ class SharedReads:
     def _part_with(self, key: KVKey) -> None:
         """Let no new reader join reads of a chunk that was replaced or evicted."""
         self._opening.part_with([key], _WAYS)
-        self._wanted.drop(key)
+        self._kept.pop(key, None)
         for way in _WAYS:
             self._open.pop((key, way), None)
 
@@ -173,47 +182,6 @@ def keep_in(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
     for tier in tiers:
         if tier.keeps_found:
             tier.put(key, chunk)
-
-
-class WantedChunks:
-    """Chunks that running or waiting requests have announced to read.
-
-    A read is kept if another request wants the chunk as well, and as long as one does, whether or
-    not a tier keeps the chunk: a full tier may turn it away. Beyond ``limit`` bytes none is kept.
-    """
-
-    def __init__(self, limit: int = WANTED_BYTES) -> None:
-        self._room, self._lock = Budget(limit), threading.Lock()
-        self._wanted = Counter[KVKey]()
-        self._kept: dict[KVKey, dict[SharedChunk, Reservation]] = {}
-
-    def add(self, keys: Iterable[KVKey]) -> None:
-        """Announce that a request will read chunks, each named once."""
-        with self._lock:
-            self._wanted.update(keys)
-
-    def remove(self, keys: Iterable[KVKey]) -> None:
-        """End an announcement; what no other request wants is dropped."""
-        with self._lock:
-            for key in keys:
-                self._wanted[key] -= 1
-                if self._wanted[key] <= 0:  # below, if the announcement was interrupted
-                    del self._wanted[key]
-                    self._kept.pop(key, None)
-
-    def keep(self, key: KVKey, chunk: SharedChunk) -> bool:
-        """Keep what is read of a chunk, if several requests want it and there is room."""
-        with self._lock:
-            if self._wanted.get(key, 0) < 2 or (room := self._room.take(chunk.nbytes)) is None:
-                return False
-            self._kept.setdefault(key, {})[chunk] = room
-        chunk.hold()
-        return True
-
-    def drop(self, key: KVKey) -> None:
-        """Drop what was read of a chunk that was replaced or evicted."""
-        with self._lock:
-            self._kept.pop(key, None)
 
 
 class Reservation:
@@ -236,7 +204,7 @@ class Reservation:
 
 
 class Budget:
-    """Bytes, or slots, that all prompts share. left: those that are free."""
+    """Bytes that all prompts share. left: those that are free."""
 
     def __init__(self, size: int) -> None:
         # Reentrant: a reservation may be collected, and given back, while its thread holds it.

@@ -16,9 +16,6 @@ from cacheblend_rag.reason import Reason
 
 PARTS_AT_ONCE = 16
 """Most reads in flight per prompt if reading is waiting: heads first, then parts."""
-UNPACKED_AT_ONCE = 1
-"""Most parts of chunks in memory that are unpacked for a prompt at once, since unpacking takes
-processors from the pass. With 16, passes on two cores took a tenth to a half longer."""
 
 Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
 """Runs work on one of the store's threads."""
@@ -60,7 +57,7 @@ class SharedChunk:
         self.reader, self.tier = reader, tier
         self._unpacks = unpacks and reader.precision != "native"
         self.only_unpacks = self._unpacks and reader.in_memory
-        self.at_once = UNPACKED_AT_ONCE if self.only_unpacks else at_once
+        self.at_once = at_once
         self._read, self._keep, self._is_held = read, keep, False
         self._lock = threading.RLock()  # reentrant: cancelling a read runs its callbacks
         self._users = 0
@@ -77,6 +74,11 @@ class SharedChunk:
             return self.reader.kv.nbytes
         return self.reader.layers * self.reader.layer_bytes
 
+    def hold(self) -> None:
+        """Keep the parts read from now on as long as this object lives."""
+        with self._lock:
+            self._is_held = True
+
     @property
     def needs_no_read(self) -> bool:
         """Whether all layers are in memory in the prompt's form."""
@@ -88,11 +90,6 @@ class SharedChunk:
         if isinstance(self.reader, WholeReader) and not self._unpacks:
             return self.reader.kv
         return None
-
-    def hold(self) -> None:
-        """Keep the parts read from now on as long as this object lives."""
-        with self._lock:
-            self._is_held = True
 
     def first_of(self, layer: int) -> int:
         """Return the first layer of the part that a layer is in."""

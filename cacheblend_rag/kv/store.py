@@ -16,7 +16,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.deletions import Deletions
 from cacheblend_rag.kv.expiry import Expiry
-from cacheblend_rag.kv.fetch import LayerSource, Threshold
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
@@ -204,7 +204,6 @@ class TieredKVStore:
         *,
         promote: bool = True,
         unpack: bool = True,
-        threshold: Threshold | None = None,
     ) -> LayerSource:
         """Begin to read chunks layer by layer; returns at once.
 
@@ -215,13 +214,11 @@ class TieredKVStore:
             promote: as for get; a chunk is kept once all of its layers were read.
             unpack: whether layers are returned as numbers of the model's type; without it, those of
                 a chunk stored with one byte per number are returned as stored.
-            threshold: how much of the prompt must be found before any layer is read ahead; None
-                reads layers as chunks are found.
 
         Returns:
             The source of the layers; close it unless all are taken.
         """
-        return LayerSource(keys, self.reads, Way(promote, unpack), threshold)
+        return LayerSource(keys, self.reads, Way(promote, unpack))
 
     def put(self, key: KVKey, kv: ChunkKV, *, in_memory: bool = False) -> PutResult:
         """Store a chunk in every tier that takes puts, fastest first.

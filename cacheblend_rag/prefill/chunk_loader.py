@@ -21,7 +21,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import Laying, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.fetch import LayerSource, Threshold
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
@@ -43,17 +43,14 @@ def begin_reading(
     stack: DecoderStack,
     *,
     promote: bool = True,
-    least: int = 0,
 ) -> LayerSource:
     """Begin to read chunks for a pass; they stay packed if its device unpacks them.
 
-    promote: see ``TieredKVStore.fetch``. least: no layer is read before so many tokens of chunks
-    are found; blocks of a prefix do not count.
+    promote: see ``TieredKVStore.fetch``.
     """
     keys = [chunk.key for chunk in placed]
-    worth = Threshold([0 if chunk.is_block else chunk.tokens for chunk in placed], least)
     unpack = not has_copy_stream(stack.geometry.device)
-    return store.fetch(keys, promote=promote, unpack=unpack, threshold=worth)
+    return store.fetch(keys, promote=promote, unpack=unpack)
 
 
 class LostChunkError(Exception):

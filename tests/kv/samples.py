@@ -128,30 +128,26 @@ class SlowBytes(HostTier):
 
     objects: the bytes, to be altered. heads: bytes that are read first. least: bytes worth a read.
     most: bytes up to which each read is twice as large as the one before.
-    head_gate: called with a key before its head is read.
     ranges: what was read behind the heads, in the order in which the reads began.
-    opened, looked_up: chunks that were asked for, by their heads and otherwise.
+    opened: chunks whose heads were asked for.
     """
 
     def __init__(self, gate=lambda key, start: None, *, least=1, name="bytes"):
         super().__init__(None, name=name)
         self.gate, self.least, self.objects, self.ranges, self.opened = gate, least, {}, [], []
-        self.written_at, self.looked_up, self.most = time.time(), [], 0
-        self.head_gate = lambda key: None
+        self.written_at, self.most = time.time(), 0
 
     def fill(self, kvs):
         for key, kv in kvs.items():
             self.objects[key] = bytearray(b"".join(codec.ChunkObject(key, kv).parts()))
 
     def _entry(self, key):
-        self.looked_up.append(key)
         return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None
 
     def _drop(self, key):
         return self.objects.pop(key, None) is not None
 
     def _open(self, key):
-        self.head_gate(key)
         self.opened.append(key)
         start = self._read(key, 0, codec.HEAD_BYTES)
         read = partial(self._read, key)

@@ -16,7 +16,6 @@ from cacheblend_rag.kv import (
     opening,
     reading,
 )
-from cacheblend_rag.kv.fetch import Threshold
 
 from .samples import (
     OTHER_FINGERPRINT,
@@ -132,25 +131,6 @@ def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
 
 def _from(kv, layer):
     return kv.part(layer, LAYERS)
-
-
-@pytest.mark.parametrize("ttl_seconds", [None, 3600.0])
-@pytest.mark.parametrize(("least", "is_worth"), [(35, True), (36, False)])
-def test_no_layer_is_read_of_what_is_too_little(slow, least, is_worth, ttl_seconds):
-    """A chunk is looked up once, by its head; layers are read once enough was found, or never."""
-    del slow.objects[KEYS[1]]
-    threshold = Threshold([10, 100, 10, 5, 5, 5], least)
-    with TieredKVStore([slow], ttl_seconds=ttl_seconds) as store:
-        with store.fetch(KEYS, threshold=threshold) as source:
-            found = heads(source)
-            assert until(lambda: bool(slow.ranges), 5 if is_worth else 0.1) == is_worth
-            if is_worth:
-                rest = [key for key in KEYS if key != KEYS[1]]
-                assert holds(layers_of(source), rest)
-        assert [each.chunk is not None for each in found] == [True, False, *[True] * 4]
-        assert sorted(slow.opened, key=str) == sorted(KEYS, key=str)
-        assert slow.looked_up == []
-        assert store.reads.room.left == reading.ROOM_AHEAD_BYTES
 
 
 def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):

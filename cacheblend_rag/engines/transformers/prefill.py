@@ -318,7 +318,7 @@ class Prefill:
         """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
         stack = cast(TransformersStack, self.tried.stack)
         parts = [*([] if self._prefix is None else self._prefix.placed), *placed]
-        with begin_reading(self.store, parts, stack, least=config.min_tokens) as source:
+        with begin_reading(self.store, parts, stack) as source:
             work = PromptPass(
                 stack,
                 token_tensor(self._token_ids, stack.geometry.device),
@@ -348,7 +348,7 @@ class Prefill:
             return None
         ids = token_tensor(compared.prompt, stack.geometry.device)
         room = Destination(len(compared.answer) - 1, needs_hidden=False)
-        with begin_reading(self.store, self._placed, stack, least=config.min_tokens) as source:
+        with begin_reading(self.store, self._placed, stack) as source:
             blended = PromptPass(stack, ids, self._placed, source, config, destination=room)
             steps = compare(
                 stack, lambda last: stack.logits(last.transpose(0, 1)), compared, blended

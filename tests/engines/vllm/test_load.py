@@ -19,7 +19,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.kv.reading import FETCHED_AHEAD
+from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from tests.engines.vllm.forking import GPU_DEFAULTS
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
@@ -155,7 +155,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     assert not worker.at_work
     assert not worker.blender.at_work
     assert not worker.blender.sources
-    assert until(lambda: worker.blender.store.reads.places.left == FETCHED_AHEAD)
+    assert until(lambda: worker.blender.store.reads.room.left == ROOM_AHEAD_BYTES)
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references

@@ -91,9 +91,7 @@ class JobRunner:
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that are blended, or compared."""
-        config = allotted.work if allotted.is_blend else getattr(allotted.work, "config", None)
-        least = config.min_tokens if isinstance(config, BlendConfig) else 0
-        return begin_reading(self.store, self._placed(allotted), self.stack, least=least)
+        return begin_reading(self.store, self._placed(allotted), self.stack)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a request's work step by step; source: of the chunks to blend."""
