@@ -14,10 +14,10 @@ from pathlib import Path
 from cacheblend_rag.text.chunk import Document
 
 FOLDER = Path(__file__).parent / "musique"
+FILE = FOLDER / "passages.json"
 QUESTIONS = 6  # that `verify` asks
 NOTICE = FOLDER / "NOTICE"
-SINGLE_HOP = "single-hop"
-"""Names the packaged questions."""
+SINGLE_HOP = "single-hop"  # names the packaged questions
 SINGLE_HOP_FILE = Path(__file__).parent / "single_hop" / "questions.json"
 
 
@@ -65,7 +65,7 @@ class PassageSample:
 
 def load_passages() -> PassageSample:
     """Read the sample that ships with the package."""
-    plain = json.loads((FOLDER / "passages.json").read_text(encoding="utf-8"))
+    plain = json.loads(FILE.read_text(encoding="utf-8"))
     return PassageSample(
         tuple(Passage(**passage) for passage in plain["passages"]),
         tuple(
