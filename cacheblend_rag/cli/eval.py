@@ -62,8 +62,7 @@ def evaluate_command(
     with output.stdout_reserved(as_json):
         options.local_model(model)
         checks.check_engine(engine)
-        from cacheblend_rag.quality.cutting import QuestionSettings
-        from cacheblend_rag.quality.questions import choose_questions
+        from cacheblend_rag.quality.questions import QuestionSettings, choose_questions
 
         asked, given = named_settings.split(settings, QuestionSettings)
         config = named_settings.engine_config(given, engine=engine, model=model)

@@ -51,8 +51,7 @@ def tune_command(
     """
     with output.stdout_reserved(as_json):
         checks.check_model(model)
-        from cacheblend_rag.quality.cutting import QuestionSettings
-        from cacheblend_rag.quality.questions import choose_questions
+        from cacheblend_rag.quality.questions import QuestionSettings, choose_questions
 
         asked, given = named_settings.split(settings, QuestionSettings)
         config = named_settings.engine_config(given, engine=None, model=None)

@@ -1,6 +1,6 @@
 """Questions with gold answers and retrieved passages, their prompts, and the project's own format.
 
-`EvalDataset.save` writes it, ``quality.forms`` reads it and other data sets' files::
+`EvalDataset.save` writes it, ``quality.questions`` reads it and other data sets' files::
 
     {"format": "cacheblend-rag/eval", "version": 1, "name": str, "instruction": str,
      "questions": [{"question": str, "answers": [str, ...], "setting": str,
@@ -30,7 +30,6 @@ FORMAT = "cacheblend-rag/eval"
 VERSION = 1
 DEFAULT_INSTRUCTION = "Read the notes below and answer the question. Give a short answer."
 DEFAULT_SETTING = "retrieved"
-PASSAGE_SEPARATOR = "\n\n"
 ANSWER = "\nAnswer:"
 
 
@@ -49,15 +48,6 @@ class EvalQuestion:
     documents: tuple[Document, ...]
     setting: str = DEFAULT_SETTING
     gold: tuple[Chunk, ...] = ()
-
-    def first_passages(self, count: int) -> EvalQuestion:
-        """Return the question over ``count`` passages: the gold ones, then the first others.
-
-        The passages keep their order.
-        """
-        places = range(len(self.passages))
-        preferred = sorted(places, key=lambda place: self.passages[place] not in self.gold)
-        return replace(self, passages=tuple(self.passages[p] for p in sorted(preferred[:count])))
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,87 @@
-"""Chooses the questions of an evaluation from a file, in one of three forms.
+"""Chooses the questions of an evaluation from a file, and cuts their documents into chunks.
 
-A form is recognised by its content:
+A file is JSON or JSON lines, in one of three forms:
 
-- this project's, which ``quality.dataset`` describes;
-- passages: a list of ``{"question": str, "answers": [str, ...], "ctxs": [{"title": str, "text":
-  str}, ...]}``;
+- passages: ``{"question": str, "answers": [str, ...], "ctxs": [{"title": str, "text": str}, ...]}``
+  of each question;
 - MuSiQue (arXiv 2108.00573): ``{"question": str, "answer": str, "answer_aliases": [str, ...],
   "answerable": bool, "paragraphs": [{"title": str, "paragraph_text": str, "is_supporting": bool},
-  ...]}``, whose supporting paragraphs are gold; what has no answer is left out.
+  ...]}``, whose supporting paragraphs are gold; what has no answer is left out;
+- this project's, which ``quality.dataset`` describes.
 
-In the last two every passage is a document of its own; a title that is not empty stands on a line
+In the first two every passage is a document of its own; a title that is not empty stands on a line
 above its text.
 """
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from cacheblend_rag.demo.passages import SINGLE_HOP, SINGLE_HOP_FILE
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.quality.cutting import (
-    CUT_SETTINGS,
-    QuestionSettings,
-    cut,
-    estimate_tokens,
-)
 from cacheblend_rag.quality.dataset import (
     DEFAULT_INSTRUCTION,
     DEFAULT_SETTING,
-    PASSAGE_SEPARATOR,
     EvalDataset,
     EvalQuestion,
 )
-from cacheblend_rag.text.chunk import Document
+from cacheblend_rag.quality.measure import ANSWER_TOKENS
+from cacheblend_rag.quality.scores import holds_answer
+from cacheblend_rag.settings.base import AsTuple, Positive, Settings
+from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
 
+ADJACENT, FRAGMENTS, SHUFFLED = CUT_SETTINGS = ("adjacent", "fragments", "shuffled")
+CHUNK_TOKENS = 100
+MOST_OTHERS = 300
+"""Texts of other questions that are considered for one."""
+KNOWN = "a list of questions with answers and ctxs, MuSiQue, this project's format"
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+(?=[^a-z\s])|\n\s*\n")
 ValueT = TypeVar("ValueT")
+CountTokens = Callable[[str], int]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 Place = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
 """A document and its chunk, by index."""
-KNOWN = "this project's format, a list of questions with ctxs, MuSiQue"
+
+
+def _names(value: Any) -> Any:
+    return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+
+class QuestionSettings(Settings):
+    """How questions are taken from a file, and answered."""
+
+    _noun: ClassVar[str] = "setting of questions"
+
+    settings: Annotated[tuple[str, ...], AsTuple, BeforeValidator(_names)] = ()
+    """Those of the data set, or of cut documents (``adjacent``, ``fragments``, ``shuffled``), to
+    take; all of them by default."""
+    chunk_tokens: Positive | None = None
+    """Cut the documents into chunks of about so many tokens, which end with sentences; of 100 if
+    only ``prompt_tokens`` is given."""
+    prompt_tokens: Positive | None = None
+    """Add other questions' documents, which do not hold the answer, until the chunks have so many
+    tokens; cuts the documents."""
+    max_tokens: Positive = ANSWER_TOKENS
+    """Most tokens of an answer."""
 
 
 def choose_questions(
@@ -58,36 +93,165 @@ def choose_questions(
     """Return at most so many questions per setting.
 
     source: ``single-hop`` (which comes with the package), or a file of questions. load_tokenizer:
-    returns what counts the tokens of cut documents; they are estimated without it. Raises
-    ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
+    returns what counts the tokens of documents that are cut. Raises DatasetError on a setting
+    that the questions do not have, or that none fits, and the errors of load_dataset.
     """
-    settings = settings or QuestionSettings()
+    how = settings or QuestionSettings()
     data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source))
-    if settings.cuts:
-        tokenizer = load_tokenizer() if load_tokenizer else None
-        count = (lambda text: len(tokenizer.tokenize(text))) if tokenizer else estimate_tokens
-        parts = [
-            cut(data, setting, settings, questions, count).questions
-            for setting in settings.settings or CUT_SETTINGS
-        ]
-        data = replace(data, questions=tuple(chain(*parts)))
-    for setting in settings.settings:
-        if setting not in data.settings:
-            raise DatasetError(f"{source}: setting {setting!r} must be one of {data.settings}")
-    chosen = (
-        data.of_setting(setting)[:questions] for setting in settings.settings or data.settings
-    )
+    cuts = load_tokenizer is not None and (how.chunk_tokens or how.prompt_tokens) is not None
+    known = CUT_SETTINGS if cuts else data.settings
+    for setting in how.settings:
+        if setting not in known:
+            raise DatasetError(f"{source}: setting {setting!r} must be one of {known}")
+    if load_tokenizer is not None and cuts:
+        tokenizer = load_tokenizer()
+        data = cut(data, how, questions, lambda text: len(tokenizer.tokenize(text)))
+    chosen = (data.of_setting(setting)[:questions] for setting in how.settings or known)
     return replace(data, questions=tuple(chain(*chosen)))
+
+
+# Cutting
+
+
+def cut(
+    data: EvalDataset, how: QuestionSettings, questions: int, count_tokens: CountTokens
+) -> EvalDataset:
+    """Return at most so many questions per setting, over their documents cut into chunks.
+
+    A question's documents are the same in every setting, so that settings can be compared:
+    ``adjacent`` has all chunks in order, ``shuffled`` in random order, ``fragments`` some chunks of
+    each document, those with the answer always, but not its first one, which tells what the
+    document is about; of a document with one chunk, this one. A question whose answer stands in
+    first chunks alone has no fragments. Raises DatasetError when no question is left.
+    """
+    texts = list(dict.fromkeys(_text(one) for asked in data.questions for one in asked.documents))
+    found: list[EvalQuestion] = []
+    for setting in how.settings or CUT_SETTINGS:
+        asked = (
+            _retrieved(_cut(question, how, texts, count_tokens, index), setting, index)
+            for index, question in enumerate(data.questions)
+        )
+        own = list(islice((one for one in asked if one is not None), questions))
+        if not own:
+            raise DatasetError(f"{data.name}: no question has an answer in {setting}")
+        found += own
+    return replace(data, questions=tuple(found))
+
+
+def _cut(
+    question: EvalQuestion,
+    how: QuestionSettings,
+    texts: Sequence[str],
+    count_tokens: CountTokens,
+    index: int,
+) -> EvalQuestion:
+    """Return a question over its documents, cut, and over others of ``texts`` until it is long."""
+    named, rng = {chunk.document_id for chunk in question.gold}, random.Random(index)
+    own = [_text(document) for document in question.documents]
+    may_be_gold = {
+        _text(one) for one in question.documents if not named or one.document_id in named
+    }
+    total = sum(map(count_tokens, own)) if how.prompt_tokens else 0
+    for text in rng.sample(texts, min(len(texts), MOST_OTHERS)):
+        if total >= (how.prompt_tokens or 0):
+            break
+        if text not in own and not holds_answer(text, question.answers):
+            own.append(text)
+            total += count_tokens(text)
+    if how.prompt_tokens:
+        rng.shuffle(own)
+    documents, gold = [], list[Chunk]()
+    for place, text in enumerate(own):
+        chunks = cut_text(text, how.chunk_tokens or CHUNK_TOKENS, count_tokens)
+        documents.append(Document(f"{index}-{place}", chunks))
+        if text in may_be_gold:
+            all_chunks = documents[-1].to_chunks()
+            held = [chunk for chunk in all_chunks if holds_answer(chunk.text, question.answers)]
+            gold += held or (all_chunks if named else [])
+    return replace(question, documents=tuple(documents), gold=tuple(gold))
+
+
+def _retrieved(question: EvalQuestion, setting: str, index: int) -> EvalQuestion | None:
+    """Return a question over what a setting retrieves; None if that does not hold the answer."""
+    rng = random.Random(f"{index} {setting}")
+    chunks = [document.to_chunks() for document in question.documents]
+    passages = list(chain(*chunks))
+    if setting == SHUFFLED:
+        rng.shuffle(passages)
+    if setting == FRAGMENTS:
+        later = [own[1:] or own for own in chunks]
+        kept = set(question.gold)
+        kept.update(*(rng.sample(own, rng.randint(1, len(own))) for own in later))
+        passages = [chunk for chunk in chain(*later) if chunk in kept]
+        told = [one for one in question.gold if holds_answer(one.text, question.answers)]
+        if not any(chunk in passages for chunk in told or question.gold):
+            return None
+    return replace(question, passages=tuple(passages), setting=setting)
+
+
+def _text(document: Document) -> str:
+    return document.separator.join(document.chunks)
+
+
+def cut_text(text: str, chunk_tokens: int, count_tokens: CountTokens) -> tuple[str, ...]:
+    """Return the text in chunks that end with sentences, as equal in length as these allow.
+
+    chunk_tokens: about how many a chunk has; a sentence that is longer is a chunk by itself.
+    """
+    sentences = [one.strip() for one in _SENTENCE_END.split(text) if one.strip()]
+    lengths = [count_tokens(sentence) for sentence in sentences]
+    total = sum(lengths)
+    count = max(1, round(total / chunk_tokens))
+    chunks: list[list[str]] = [[] for _ in range(count)]
+    for sentence, length, end in zip(sentences, lengths, accumulate(lengths), strict=True):
+        chunks[int((end - length / 2) * count / total)].append(sentence)
+    return tuple(" ".join(chunk) for chunk in chunks if chunk) or (text,)
+
+
+# Forms
 
 
 class _Form(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Passage(_Form):
+    title: str = ""
+    text: Text = Field(validation_alias=AliasChoices("text", "paragraph_text"))
+    is_supporting: bool = False
+
+    @property
+    def whole(self) -> str:
+        return f"{self.title}\n{self.text}" if self.title else self.text
+
+
+class _Asked(_Form):
+    question: Text
+    answers: Texts
+    answerable: bool = True
+    ctxs: Annotated[list[_Passage], Field(min_length=1)] = Field(
+        validation_alias=AliasChoices("ctxs", "paragraphs")
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_aliases(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "answer" not in value:
+            return value
+        return {**value, "answers": [value["answer"], *(value.get("answer_aliases") or ())]}
+
+    def read(self, index: int) -> EvalQuestion:
+        texts = [passage.whole for passage in self.ctxs]
+        documents = [Document(f"{index}-{at}", (text,)) for at, text in enumerate(texts)]
+        gold = [at for at, passage in enumerate(self.ctxs) if passage.is_supporting]
+        answers = tuple(dict.fromkeys(self.answers))
+        return over_passages(self.question.strip(), answers, documents, gold)
+
+
 class _Document(_Form):
     id: Text
     chunks: Texts
-    separator: str = PASSAGE_SEPARATOR
+    separator: str = SEPARATOR
 
 
 class _Question(_Form):
@@ -127,63 +291,25 @@ class _Questions(_Form):
     questions: Annotated[list[_Question], Field(min_length=1)]
 
 
-class _Passage(_Form):
-    title: str = ""
-    text: Text
-
-
-class _WithPassages(_Form):
-    question: Text
-    answers: Texts
-    ctxs: Annotated[list[_Passage], Field(min_length=1)]
-
-
-class _Paragraph(_Passage):
-    text: Text = Field(validation_alias="paragraph_text")
-    is_supporting: bool = False
-
-
-class _OfMusique(_Form):
-    question: Text
-    answer: Text
-    answer_aliases: list[Text] = []
-    answerable: bool = True
-    paragraphs: Annotated[list[_Paragraph], Field(min_length=1)]
-
-
 def load_dataset(path: Path) -> EvalDataset:
-    """Read a file in any of the forms, as JSON or as JSON lines.
+    """Read a file in any of the forms.
 
     Raises DatasetError, naming file and field, when it cannot be read, has no known form or is
     malformed.
     """
     value = _parse(path)
-    first = value[0] if isinstance(value, list) and value else None
     if isinstance(value, dict) and "format" in value:
         saved = _read(path, _Questions, value)
         questions = tuple(one.read() for one in saved.questions)
         return EvalDataset(saved.name or path.stem, questions, saved.instruction)
-    if isinstance(first, dict) and "ctxs" in first:
-        asked = [
-            over_passages(one.question, tuple(one.answers), _documents(at, one.ctxs))
-            for at, one in enumerate(_read(path, list[_WithPassages], value))
-        ]
-    elif isinstance(first, dict) and "paragraphs" in first:
-        asked = [
-            over_passages(
-                one.question.strip(),
-                tuple(dict.fromkeys([one.answer, *one.answer_aliases])),
-                _documents(at, one.paragraphs),
-                [place for place, text in enumerate(one.paragraphs) if text.is_supporting],
-            )
-            for at, one in enumerate(_read(path, list[_OfMusique], value))
-            if one.answerable
-        ]
-        if not asked:
-            raise DatasetError(f"{path} has no answerable question")
-    else:
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(first, dict) or not {"ctxs", "paragraphs"} & first.keys():
         raise DatasetError(f"{path}: the form is not recognised; it must be one of: {KNOWN}")
-    return EvalDataset(path.stem, tuple(asked))
+    asked = enumerate(_read(path, list[_Asked], value))
+    questions = tuple(one.read(at) for at, one in asked if one.answerable)
+    if not questions:
+        raise DatasetError(f"{path} has no answerable question")
+    return EvalDataset(path.stem, questions)
 
 
 def over_passages(
@@ -191,35 +317,24 @@ def over_passages(
 ) -> EvalQuestion:
     """Return a question over documents of one chunk each, all retrieved; gold: by index."""
     passages = tuple(document.to_chunks()[0] for document in documents)
-    return EvalQuestion(
-        question,
-        answers,
-        passages,
-        tuple(documents),
-        gold=tuple(passages[place] for place in gold),
-    )
+    golds = tuple(passages[place] for place in gold)
+    return EvalQuestion(question, answers, passages, tuple(documents), gold=golds)
 
 
 def _parse(path: Path) -> Any:
     """Return a file's JSON value; JSON lines, of which there may be only one, make a list."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                raise
+            lines = re.sub(r"\n(?=.)", ",\n", text.strip())
+            value = json.loads(f"[{lines}]")
+    except (OSError, ValueError) as error:
         raise DatasetError(f"{path}: cannot be read as JSON ({error})") from error
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            raise DatasetError(f"{path}: cannot be read as JSON ({error})") from error
-        return [_parse_line(path, i, line) for i, line in enumerate(text.split("\n")) if line]
     return [value] if isinstance(value, dict) and "question" in value else value
-
-
-def _parse_line(path: Path, index: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{path}: line {index + 1} cannot be read as JSON ({error})") from error
 
 
 def _read(path: Path, form: type[ValueT], value: Any) -> ValueT:
@@ -230,10 +345,3 @@ def _read(path: Path, form: type[ValueT], value: Any) -> ValueT:
         place = "".join(f"[{at}]" if isinstance(at, int) else f": {at}" for at in first["loc"])
         told = " ".join(first["msg"].split())
         raise DatasetError(f"{path}{place}: {told}") from error
-
-
-def _documents(question: int, passages: Sequence[_Passage]) -> list[Document]:
-    return [
-        Document(f"{question}-{place}", (f"{one.title}\n{one.text}" if one.title else one.text,))
-        for place, one in enumerate(passages)
-    ]

@@ -1,15 +1,28 @@
+"""Questions are read in three forms, and their documents cut in three settings."""
+
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.cutting import QuestionSettings
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.questions import choose_questions, load_dataset
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
+from cacheblend_rag.quality.questions import (
+    CUT_SETTINGS,
+    QuestionSettings,
+    choose_questions,
+    cut,
+    cut_text,
+    load_dataset,
+    over_passages,
+)
+from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document
+from tests.toy import TOY
 from tests.toy.questions import toy_dataset
 
 PASSAGES = [
@@ -42,7 +55,6 @@ MUSIQUE = [
         "paragraphs": [{"title": "Cy", "paragraph_text": "Cy paints.", "is_supporting": False}],
     },
 ]
-THIRD = Document("c", ("Five.",))
 FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.",), " ")
 
 
@@ -97,7 +109,7 @@ def own(**changes):
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ([], "the form is not recognised; it must be one of: this project's"),
+        ([], "the form is not recognised; it must be one of: a list of questions"),
         ([{**PASSAGES[0], "answers": []}], r"\[0\]: answers: List should have at least 1 item"),
         ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\]: Input should be a valid string"),
         ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text: Field required"),
@@ -122,7 +134,7 @@ def test_missing_and_damaged_files_are_dataset_errors(tmp_path):
     with pytest.raises(DatasetError, match="cannot be read as JSON"):
         load_dataset(tmp_path / "cut.json")
     (tmp_path / "cut.json").write_text(f"{lines(MUSIQUE)}\n{{'question'}}\n")
-    with pytest.raises(DatasetError, match="line 4 cannot be read as JSON"):
+    with pytest.raises(DatasetError, match=r"cannot be read as JSON .*line 4"):
         load_dataset(tmp_path / "cut.json")
 
 
@@ -150,53 +162,6 @@ def test_musique_of_one_line_and_without_answers(write):
 # Choosing
 
 
-@pytest.fixture
-def paragraphs(write):
-    """A file of twelve questions over all twelve paragraphs, of which one has the answer."""
-    facts = [" ".join(f"Fact {i} of number {n} is dull." for i in range(30)) for n in range(12)]
-    texts = [f"{told} The colour is gold{n}x." for n, told in enumerate(facts)]
-    return str(
-        write(
-            [
-                {
-                    "question": f"Colour {n}?",
-                    "answer": f"gold{n}x",
-                    "paragraphs": [
-                        {"title": "Art", "paragraph_text": text, "is_supporting": place == n}
-                        for place, text in enumerate(texts)
-                    ],
-                }
-                for n in range(12)
-            ]
-        )
-    )
-
-
-def settings(**given):
-    return QuestionSettings(**given)
-
-
-class Characters:
-    """A tokenizer whose tokens are characters."""
-
-    def tokenize(self, text):
-        return list(text)
-
-
-def test_a_file_is_cut_in_all_settings_or_those_asked_for(paragraphs):
-    assert choose_questions(paragraphs, 5).settings == ("retrieved",)
-    bounds = {"chunk_tokens": 300, "prompt_tokens": (4000, 5000)}
-    data = choose_questions(paragraphs, 4, settings(**bounds), Characters)
-    assert data.settings == ("adjacent", "fragments", "shuffled")
-    assert len(data.questions) == 12
-    for question in data.of_setting("adjacent"):
-        assert 4000 <= sum(len(passage.text) for passage in question.passages) <= 5000
-    for question in data.of_setting("fragments"):
-        assert all(passage.context for passage in question.passages)
-    only = choose_questions(paragraphs, 2, settings(settings="shuffled", chunk_tokens=60))
-    assert (only.settings, len(only.questions)) == (("shuffled",), 2)
-
-
 def test_single_hop_questions_come_with_the_package():
     data = choose_questions("single-hop", 99)
     assert len({question.question for question in data.questions}) == len(data.questions) > 10
@@ -204,16 +169,12 @@ def test_single_hop_questions_come_with_the_package():
         holding = [p for p in question.passages if question.answers[0] in p.text.lower()]
         assert holding == list(question.gold)
         assert len(question.passages) == 4
-    cut = choose_questions(
-        "single-hop", 5, settings(settings=("adjacent",), prompt_tokens=(1500, 2000))
-    )
-    assert len(cut.questions) == 5
 
 
 def test_questions_are_chosen_by_setting_and_number(tmp_path):
     data = toy_dataset([], 3, 1)
     data.save(path := tmp_path / "demo.json")
-    chosen = choose_questions(str(path), 2, settings(settings="shuffled,adjacent"))
+    chosen = choose_questions(str(path), 2, QuestionSettings(settings="shuffled,adjacent"))
     wanted = (*data.of_setting("shuffled")[:2], *data.of_setting("adjacent")[:2])
     assert chosen.questions == wanted
     assert choose_questions(str(path), 3) == data
@@ -223,11 +184,154 @@ def test_questions_are_chosen_by_setting_and_number(tmp_path):
     ("given", "message"),
     [
         ({"settings": ("upright",)}, "'upright' must be one of"),
-        ({"settings": ("upright",), "chunk_tokens": 50}, "setting='upright'"),
+        ({"settings": ("upright",), "chunk_tokens": 50}, "'upright' must be one of .*adjacent"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"prompt_tokens": [0, 900]}, "prompt_tokens"),
     ],
 )
 def test_what_a_source_does_not_have_is_refused(given, message):
     with pytest.raises((ConfigError, DatasetError), match=message):
-        choose_questions("single-hop", 2, settings(**given))
+        choose_questions("single-hop", 2, QuestionSettings(**given), Words)
+
+
+# Cutting
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def tokenize(self, text):
+        return text.split()
+
+
+def count(text):
+    return len(text.split())
+
+
+def sentence(*names):
+    return " ".join(["The", *map(str, names), "stood", "there", "all", "day."])
+
+
+def document(number, sentences, told="", at=0):
+    texts = [sentence(f"thing{number}", place) for place in range(sentences)]
+    if told:
+        texts[at] = sentence(f"thing{number}", told)
+    return Document(f"d{number}", (" ".join(texts),))
+
+
+def dataset(at=9, questions=6, sentences=12):
+    """Questions over two documents each; the second one holds the answer, in sentence ``at``."""
+    made = []
+    for i in range(questions):
+        documents = [document(10 * i, sentences), document(10 * i + 1, sentences, f"gold{i}", at)]
+        made.append(over_passages(f"Which {i}?", (f"gold{i}",), documents, gold=[1]))
+    return EvalDataset("made", tuple(made))
+
+
+CUTTING = QuestionSettings(chunk_tokens=28)
+LONGER = CUTTING.with_changes(prompt_tokens=300)
+
+
+def test_a_file_is_cut_in_all_settings_or_those_asked_for(tmp_path):
+    dataset().save(path := tmp_path / "made.json")
+    assert choose_questions(str(path), 5).settings == ("retrieved",)
+    data = choose_questions(str(path), 4, LONGER, Words)
+    assert (data.settings, len(data.questions)) == (CUT_SETTINGS, 12)
+    only = choose_questions(str(path), 2, CUTTING.with_changes(settings="shuffled"), Words)
+    assert (only.settings, len(only.questions)) == (("shuffled",), 2)
+
+
+@pytest.mark.parametrize("how", [CUTTING, LONGER])
+def test_settings_hold_chunks_of_the_same_documents(how):
+    data = cut(dataset(), how, 6, count)
+    assert data == cut(dataset(), how, 6, count), "what is drawn is drawn again"
+    adjacent, fragments, shuffled = (data.of_setting(name) for name in CUT_SETTINGS)
+    orders = []
+    for one, part, mixed in zip(adjacent, fragments, shuffled, strict=True):
+        chunks = [chunk for document in one.documents for chunk in document.to_chunks()]
+        assert one.documents == part.documents == mixed.documents
+        assert list(one.passages) == chunks
+        orders.append([chunks.index(passage) for passage in mixed.passages])
+        assert all(passage.context for passage in part.passages)
+        assert [chunk for chunk in chunks if chunk in part.passages] == list(part.passages)
+        assert {p.document_id for p in part.passages} == {c.document_id for c in chunks}
+        (gold,) = part.gold
+        assert part.answers[0] in gold.text
+        assert gold in part.passages
+        holding = [chunk for chunk in chunks if part.answers[0] in chunk.text.split()]
+        assert holding == [gold]
+    assert all(sorted(order) == list(range(len(order))) for order in orders)
+    assert any(sorted(order) != order for order in orders)
+
+
+def test_prompts_are_lengthened_with_documents_of_other_questions():
+    for question in cut(dataset(), LONGER, 6, count).of_setting("adjacent"):
+        assert 300 <= sum(count(passage.text) for passage in question.passages) < 300 + 84
+        assert len(question.documents) == 4
+
+
+def test_questions_answered_by_a_first_chunk_have_no_fragments():
+    mixed = EvalDataset("made", (*dataset(at=0).questions[:3], *dataset().questions[3:]))
+    found = cut(mixed, CUTTING, 6, count).of_setting("fragments")
+    assert [q.question for q in found] == ["Which 3?", "Which 4?", "Which 5?"]
+    with pytest.raises(DatasetError, match="made: no question has an answer in fragments"):
+        cut(dataset(at=0), CUTTING, 6, count)
+
+
+def test_text_without_gold_is_searched_for_the_answer():
+    data = dataset()
+    unmarked = tuple(replace(question, gold=()) for question in data.questions)
+    found = cut(replace(data, questions=unmarked), CUTTING, 6, count)
+    assert [q.gold for q in found.questions] == [
+        q.gold for q in cut(data, CUTTING, 6, count).questions
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One is. Two are! Three?", ["One is.", "Two are!", "Three?"]),
+        ("dr. no met j. doe. He left.", ["dr. no met j. doe.", "He left."]),
+        ('He said "No." She left.', ['He said "No."', "She left."]),
+        ("Title\nOne.\n\nTwo", ["Title\nOne.", "Two"]),
+        (" ", [" "]),
+    ],
+)
+def test_chunks_of_one_token_are_sentences(text, sentences):
+    assert list(cut_text(text, 1, count)) == sentences
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 50, 1000])
+def test_chunks_end_with_sentences_and_are_about_as_long_as_asked(chunk_tokens):
+    text = " ".join(sentence("a", place) for place in range(40))
+    chunks = cut_text(text, chunk_tokens, count)
+    assert " ".join(chunks) == text
+    assert all(chunk.endswith("day.") for chunk in chunks)
+    assert all(count(chunk) <= chunk_tokens + 7 for chunk in chunks)
+    assert len(chunks) == pytest.approx(280 / min(chunk_tokens, 280), abs=1)
+
+
+# Prompts
+
+
+class Templated:
+    """A tokenizer with a chat template like SmolLM2's."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        told = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return f"{told}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("tokenizer", [Templated(), SimpleNamespace(), load_tokenizer(TOY)])
+def test_prompts_are_those_of_ask(tokenizer):
+    frame, ask = PromptFrame.of(tokenizer, "Be brief."), RagPrompt(tokenizer, "Be brief.")
+    asked = question()
+    texts = tuple(passage.text for passage in asked.passages)
+    prompt = frame.prompt(asked)
+    assert prompt.text == ask.render([Turn("Which?", texts)])
+    assert frame.without_passages(asked).text == ask.render([Turn("Which?", ())])
+    rendered = bool(getattr(tokenizer, "chat_template", None))
+    assert (frame.opening, prompt.is_rendered) == (ask.lead_in, rendered)
+    assert [s.chunk for s in prompt.segments if s.chunk] == list(asked.passages)

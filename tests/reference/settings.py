@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.quality.cutting import QuestionSettings
+from cacheblend_rag.quality.questions import QuestionSettings
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
