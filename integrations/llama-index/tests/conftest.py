@@ -95,38 +95,6 @@ def index(demo_engine: Engine, documents: list[Document]) -> VectorStoreIndex:
     )
 
 
-def scripted_engine(engine: Engine, script: dict[str, str]) -> Engine:
-    """Return an engine whose answers are replaced where the prompt holds a key of ``script``.
-
-    Prefill, blending and the report are the real engine's.
-    """
-
-    def generate(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
-        return say(prompt, engine.generate(prompt, *args, **kwargs))
-
-    async def agenerate(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
-        return say(prompt, await engine.agenerate(prompt, *args, **kwargs))
-
-    def say(prompt: Any, generation: Generation) -> Generation:
-        answers = [answer for key, answer in script.items() if key in str(prompt)]
-        return replace(generation, text=answers[0], content=answers[0]) if answers else generation
-
-    scripted = copy(engine)
-    answers = {"generate": generate, "agenerate": agenerate}
-    scripted.__class__ = type("Scripted", (type(engine),), answers)
-    return scripted
-
-
-@pytest.fixture
-def scripted(demo_engine: Engine) -> Any:
-    """Return an LLM around a scripted engine: ``scripted({"part of a prompt": "answer"})``."""
-
-    def make(script: dict[str, str], **fields: Any) -> CacheBlendLLM:
-        return CacheBlendLLM(engine=scripted_engine(demo_engine, script), max_tokens=6, **fields)
-
-    return make
-
-
 @dataclass(frozen=True)
 class Asked:
     """One request to a scripted engine."""
@@ -209,17 +177,9 @@ def acting(demo_engine: Engine) -> Any:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small random model that reads any text, always the same one."""
-    return save_random_model(tmp_path_factory.mktemp("random"), seed=7)
-
-
-@pytest.fixture(scope="session")
-def other_random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("other"), seed=8)
-
-
-def save_random_model(folder: Path, seed: int) -> Path:
+    folder = tmp_path_factory.mktemp("random")
     tokenizer = AutoTokenizer.from_pretrained(TOY)
-    torch.manual_seed(seed)
+    torch.manual_seed(7)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),

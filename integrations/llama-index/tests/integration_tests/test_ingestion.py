@@ -1,4 +1,4 @@
-"""Ingestion pipelines: caches, changed models, workers."""
+"""Ingestion pipelines: caches, and workers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,15 @@ from llama_index.core.schema import BaseNode
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
 SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=0)
-
-
-def documents(count: int = 2) -> list[Document]:
-    return [
-        Document(
-            text=" ".join(f"Stone {n} of heap {heap} is heavy." for n in range(12)),
-            id_=f"heap-{heap}",
-        )
-        for heap in range(count)
-    ]
+DOCUMENTS = [
+    Document(text=" ".join(f"Stone {n} of heap {heap} is heavy." for n in range(12)), id_=f"{heap}")
+    for heap in range(4)
+]
 
 
 def settings(model: Path, kv_path: Path) -> dict[str, Any]:
-    return {
-        "model": model,
-        "kv_path": kv_path,
-        "instruction": "Notes:\n",
-        "blend_config": {"min_tokens": 0},
-    }
+    reuse = {"instruction": "Notes:\n", "blend_config": {"min_tokens": 0}}
+    return {"model": model, "kv_path": kv_path, **reuse}
 
 
 def pipeline(model: Path, kv_path: Path, cache: IngestionCache | None = None) -> IngestionPipeline:
@@ -51,32 +41,21 @@ def outcomes(model: Path, kv_path: Path, nodes: list[BaseNode]) -> list[tuple[bo
     return [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]]
 
 
-def wipe_kv(kv_path: Path) -> None:
-    """Remove stored KV, and leave what is known of chunks."""
-    for entry in kv_path.iterdir():
-        if "sqlite" not in entry.name:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-
-
-def test_a_cached_run_leaves_kv_in_place(random_model: Path, tmp_path: Path) -> None:
-    cache = IngestionCache()
-    for _ in range(2):
-        nodes = list(pipeline(random_model, tmp_path, cache).run(documents=documents()))
-    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
-
-
 def test_a_cached_run_over_wiped_kv_costs_time_and_no_answer(
     random_model: Path, tmp_path: Path
 ) -> None:
-    kv_path, cache = tmp_path / "kv", IngestionCache()
-    pipeline(random_model, kv_path, cache).run(documents=documents())
-    wipe_kv(kv_path)
-    again = pipeline(random_model, kv_path, cache)
-    nodes = list(again.run(documents=documents()))
-    assert outcomes(random_model, kv_path, nodes) == [(False, "not stored")] * len(nodes)
-
+    cache = IngestionCache()
+    for _ in range(2):
+        nodes = list(pipeline(random_model, tmp_path, cache).run(documents=DOCUMENTS))
+    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
+    for entry in tmp_path.iterdir():  # KV, but not what is known of chunks
+        if "sqlite" not in entry.name:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    again = pipeline(random_model, tmp_path, cache)
+    nodes = list(again.run(documents=DOCUMENTS))
+    assert outcomes(random_model, tmp_path, nodes) == [(False, "not stored")] * len(nodes)
     again.transformations[-1](nodes)
-    assert outcomes(random_model, kv_path, nodes) == [(True, None)] * len(nodes)
+    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["run", "arun"])
@@ -88,8 +67,8 @@ def test_workers_share_one_folder(
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tokenizers))
     working = pipeline(random_model, tmp_path)
     if asynchronous:
-        nodes = asyncio.run(working.arun(documents=documents(4), num_workers=2))
+        nodes = asyncio.run(working.arun(documents=DOCUMENTS, num_workers=2))
     else:
-        nodes = working.run(documents=documents(4), num_workers=2)
+        nodes = working.run(documents=DOCUMENTS, num_workers=2)
     assert not working.transformations[-1].is_open
     assert outcomes(random_model, tmp_path, list(nodes)) == [(True, None)] * len(nodes)

@@ -15,8 +15,8 @@ TRY = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import llama_index.core
-from llama_index.llms.cacheblend import CacheBlendLLM
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
+from llama_index.llms.cacheblend import CacheBlendLLM
 import llama_index.llms.cacheblend as package
 assert package.__file__.startswith(sys.argv[1]), package.__file__
 print(CacheBlendLLM(model="smollm2").class_name(), CacheBlendPostprocessor.class_name())

@@ -40,11 +40,6 @@ def run(agent: Any, asked: str = QUESTION) -> tuple[Any, list[dict[str, Any]], l
     return answer, reports, events
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
 @pytest.fixture
 def passages(index: VectorStoreIndex) -> list[BaseNode]:
     return list(index.docstore.docs.values())[:2]
@@ -72,20 +67,6 @@ def test_a_function_agent_reuses_the_passages_that_it_found(
     assert told[3]["tool_call_id"] == told[2]["tool_calls"][0]["id"]
     streamed = "".join(event.delta for event in events if isinstance(event, AgentStream))
     assert streamed == (ANSWER if streaming else "")
-
-
-def test_several_tools_at_once_and_one_that_fails(acting: Any) -> None:
-    calls = [("add", {"a": 2, "b": 3}), ("add", {"a": 1}), ("mul", {})]
-    llm, script = acting(calls, "Five.")
-    answer, _, events = run(FunctionAgent(llm=llm, tools=[add]))
-    assert str(answer) == "Five."
-    results = [event for event in events if isinstance(event, ToolCallResult)]
-    assert sorted(result.tool_output.is_error for result in results) == [False, True, True]
-    told = [one for one in script.asked[1].prompt.messages if one["role"] == "tool"]
-    contents = sorted((one["content"] for one in told), key=len)  # tools run side by side
-    assert contents[0] == "5"
-    assert "missing" in contents[1]
-    assert contents[2].startswith("Tool mul not found")
 
 
 def test_a_react_agent_reuses_the_passages_that_it_observed(

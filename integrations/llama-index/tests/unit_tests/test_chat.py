@@ -1,33 +1,24 @@
-"""A chat engine reuses the KV of its earlier turns."""
+"""Chat engines: which messages a prompt holds, and what is searched for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.node_parser import SentenceSplitter
 
 from llama_index.llms.cacheblend import (
     CacheBlendChatMemory,
     CacheBlendLLM,
-    CacheBlendPrecompute,
     cacheblend_chat_engine,
     collect_reports,
 )
 
 
-@pytest.fixture
-def llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
-    """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
-    return CacheBlendLLM(
-        model=random_model,
-        namespace=request.node.name,
-        blend_config={"min_tokens": 0},
-        max_tokens=12,
-    )
+def small_llm(model: Path, **fields: Any) -> CacheBlendLLM:
+    return CacheBlendLLM(model=model, blend_config={"min_tokens": 0}, max_tokens=2, **fields)
 
 
 SPLITTER = SentenceSplitter(chunk_size=40, chunk_overlap=0)
@@ -40,13 +31,8 @@ def documents() -> list[Document]:
     ]
 
 
-@pytest.fixture
-def index(llm: CacheBlendLLM) -> VectorStoreIndex:
-    precompute = CacheBlendPrecompute.from_llm(llm, show_progress=False)
-    return VectorStoreIndex.from_documents(documents(), transformations=[SPLITTER, precompute])
-
-
-def test_the_oldest_messages_are_left_out_from_a_users_message_on(llm: CacheBlendLLM) -> None:
+def test_the_oldest_messages_are_left_out_from_a_users_message_on(random_model: Path) -> None:
+    llm = small_llm(random_model)
     told = [
         ChatMessage(content="word " * 20, role=role)
         for role in (MessageRole.USER, MessageRole.ASSISTANT) * 3
@@ -74,20 +60,14 @@ def test_documents_are_computed_after_the_head_of_the_system_message(random_mode
         ("context", "Use the context information"),
         ("condense_plus_context", "\n "),
     ):
-        llm = CacheBlendLLM(model=random_model, namespace=f"head of {mode}", max_tokens=1)
+        llm = small_llm(random_model, namespace=f"head of {mode}")
         cacheblend_chat_engine(documents(), llm, chat_mode=mode, show_progress=False)
         assert llm.instruction
         assert llm.instruction.removeprefix("<bos>").startswith(head)
 
 
 def test_a_prompt_too_long_is_cut_between_chunks(random_model: Path) -> None:
-    llm = CacheBlendLLM(
-        model=random_model,
-        namespace="whole chunks",
-        blend_config={"min_tokens": 0},
-        max_tokens=2,
-        context_window=900,
-    )
+    llm = small_llm(random_model, namespace="whole chunks", context_window=900)
     text = " ".join(f"Stone number {n} is heavy." for n in range(90))
     chat = cacheblend_chat_engine(
         [Document(text=text, id_="Stone")],

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from cacheblend_rag import (
     ConfigError,
     Document,
     Engine,
+    ModelLoadError,
     PromptError,
     SamplingParams,
 )
@@ -26,7 +26,6 @@ from llama_index.llms.cacheblend import (
     CacheBlendLLM,
     CacheBlendPrecompute,
     CacheBlendReportEvent,
-    collect_reports,
 )
 
 QUESTION = "Where does Clara Berg live?"
@@ -37,86 +36,46 @@ MESSAGES = [
 PASSAGE = "Clara Berg lives in Paris. " * 40
 
 
-def chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return str(llm.chat(MESSAGES, **kwargs).message.content)
+def whole(llm: CacheBlendLLM, method: str, asked: Any, **kwargs: Any) -> str:
+    """Return the answer to a prompt or messages, asked for by one of METHODS."""
 
-
-def stream_chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return "".join(step.delta or "" for step in llm.stream_chat(MESSAGES, **kwargs))
-
-
-def achat(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return str(asyncio.run(llm.achat(MESSAGES, **kwargs)).message.content)
-
-
-def astream_chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
     async def read() -> str:
-        steps = await llm.astream_chat(MESSAGES, **kwargs)
-        return "".join([step.delta or "" async for step in steps])
+        found = await getattr(llm, method)(asked, **kwargs)
+        if "stream" not in method:
+            return str(found.message.content if "chat" in method else found.text)
+        return "".join([step.delta or "" async for step in found])
 
-    return asyncio.run(read())
-
-
-def complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return llm.complete(QUESTION, **kwargs).text
-
-
-def stream_complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return [step.text for step in llm.stream_complete(QUESTION, **kwargs)][-1]
-
-
-def acomplete(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    return asyncio.run(llm.acomplete(QUESTION, **kwargs)).text
+    if method.startswith("a"):
+        return asyncio.run(read())
+    found = getattr(llm, method)(asked, **kwargs)
+    if "stream" not in method:
+        return str(found.message.content if "chat" in method else found.text)
+    return "".join(step.delta or "" for step in found)
 
 
-def astream_complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
-    async def read() -> str:
-        steps = await llm.astream_complete(QUESTION, **kwargs)
-        return [step.text async for step in steps][-1]
-
-    return asyncio.run(read())
+KINDS = ("chat", "stream_chat", "complete", "stream_complete")
+METHODS = [*KINDS, *(f"a{kind}" for kind in KINDS)]
 
 
-CHATS = [chat, stream_chat, achat, astream_chat]
-COMPLETIONS = [complete, stream_complete, acomplete, astream_complete]
-Endpoint = Callable[..., str]
-
-
-@pytest.mark.parametrize("endpoint", CHATS)
-def test_chat_endpoints_say_what_the_engine_says(
-    endpoint: Endpoint, llm: CacheBlendLLM, demo_engine: Engine
+@pytest.mark.parametrize("method", METHODS)
+def test_each_way_to_ask_says_what_the_engine_says(
+    method: str, llm: CacheBlendLLM, demo_engine: Engine
 ) -> None:
-    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
-    expected = demo_engine.generate(plain, SamplingParams(max_tokens=6))
-    assert endpoint(llm) == expected.text
-
-
-@pytest.mark.parametrize("endpoint", COMPLETIONS)
-def test_completion_endpoints_say_what_the_engine_says(
-    endpoint: Endpoint, llm: CacheBlendLLM, demo_engine: Engine
-) -> None:
-    expected = demo_engine.generate(QUESTION, SamplingParams(max_tokens=6))
-    assert endpoint(llm, formatted=True) == expected.text
-
-
-@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
-def test_calls_take_sampling_arguments(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
-    long = endpoint(llm, max_tokens=12, ignore_eos=True)
+    asked: Any = MESSAGES if "chat" in method else QUESTION
+    plain = [{"role": one.role.value, "content": one.content} for one in MESSAGES]
+    formatted = {} if "chat" in method else {"formatted": True}
+    expected = demo_engine.generate(
+        plain if "chat" in method else QUESTION, SamplingParams(max_tokens=6)
+    )
+    assert whole(llm, method, asked, **formatted) == expected.text
+    long = whole(llm, method, asked, max_tokens=12, ignore_eos=True)
     first, second = long.split()[:2]
-    assert endpoint(llm, max_tokens=1, ignore_eos=True).strip() == first
-    assert second not in endpoint(llm, max_tokens=12, stop=[second], ignore_eos=True)
-
-
-@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
-def test_unknown_arguments_are_named(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
+    assert whole(llm, method, asked, max_tokens=1, ignore_eos=True).strip() == first
+    assert second not in whole(llm, method, asked, max_tokens=12, stop=[second], ignore_eos=True)
     with pytest.raises(
         ConfigError, match=r"unknown argument 'tokens_max' of a call \(did you mean 'max_"
     ):
-        endpoint(llm, tokens_max=3)
-    with pytest.raises(
-        ConfigError, match="unknown argument 'retries' of a call; known: blend_config"
-    ):
-        endpoint(llm, retries=3)
+        whole(llm, method, asked, tokens_max=3)
 
 
 COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]
@@ -154,6 +113,7 @@ def test_answers_options_by_other_names() -> None:
         ({"engine": 3}, "engine is a int: give an open engine"),
         ({"engine": CacheBlendLLM(model=TOY)}, "give an open engine, such as llm.open()"),
         ({"model": ""}, "name a model"),
+        ({"model": None}, "model=None: name a model"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
@@ -184,9 +144,7 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
         ({"stop": [""]}, "stop=.* should have at least 1 character"),
     ],
 )
-def test_wrong_defaults_of_calls_are_refused_when_they_are_set(
-    options: dict[str, Any], told: str
-) -> None:
+def test_wrong_defaults_of_calls_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         CacheBlendLLM(model="no-such-model", **options)
 
@@ -200,13 +158,11 @@ def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None
     assert "/" not in metadata.model_name
 
 
-def test_an_unformatted_completion_is_a_user_message_of_a_chat_model(llm: CacheBlendLLM) -> None:
-    message = [ChatMessage(role=MessageRole.USER, content=QUESTION)]
+def test_a_completion_is_a_users_message_or_what_a_function_says_unless_it_is_formatted(
+    llm: CacheBlendLLM, demo_engine: Engine
+) -> None:
     asked = llm.complete(QUESTION).raw["prompt_tokens"]
-    assert asked == llm.chat(message).raw["prompt_tokens"]
-
-
-def test_prompt_functions_are_used_unless_formatted(demo_engine: Engine) -> None:
+    assert asked == llm.chat([ChatMessage(QUESTION)]).raw["prompt_tokens"]
     seen: list[Any] = []
 
     def from_messages(messages: Any) -> str:
@@ -261,18 +217,7 @@ def test_blend_arguments_of_a_call_win(llm: CacheBlendLLM, demo_engine: Engine) 
     assert report(blend_config=BlendConfig(min_tokens=10_000))["blended"] is False
 
 
-def test_callbacks_and_token_counts(demo_engine: Engine) -> None:
-    debug, counter = LlamaDebugHandler(print_trace_on_end=False), TokenCountingHandler()
-    llm = CacheBlendLLM(
-        engine=demo_engine, max_tokens=4, callback_manager=CallbackManager([debug, counter])
-    )
-    llm.complete(QUESTION, formatted=True)
-    list(llm.stream_chat(MESSAGES))
-    assert len(debug.get_event_pairs(CBEventType.LLM)) == 2
-    assert counter.llm_token_counts[0].prompt_token_count == len(demo_engine.tokenize(QUESTION)) + 1
-
-
-def test_instrumentation_sees_every_report(llm: CacheBlendLLM) -> None:
+def test_observers_see_every_report(llm: CacheBlendLLM) -> None:
     class Seen(BaseEventHandler):
         events: list[Any] = []  # noqa: RUF012
 
@@ -281,29 +226,20 @@ def test_instrumentation_sees_every_report(llm: CacheBlendLLM) -> None:
 
     handler, root = Seen(), get_dispatcher()
     root.add_event_handler(handler)
+    debug, counter = LlamaDebugHandler(print_trace_on_end=False), TokenCountingHandler()
+    llm.callback_manager = CallbackManager([debug, counter])
     try:
-        llm.complete(QUESTION)
+        llm.complete(QUESTION, formatted=True)
         list(llm.stream_chat(MESSAGES))
     finally:
         root.event_handlers.remove(handler)
+    assert len(debug.get_event_pairs(CBEventType.LLM)) == 2
+    prompt_tokens = counter.llm_token_counts[0].prompt_token_count
+    assert prompt_tokens == len(llm.open().tokenize(QUESTION)) + 1
     reports = [event for event in handler.events if isinstance(event, CacheBlendReportEvent)]
     assert [event.report["engine"] for event in reports] == [llm.open().name] * 2
     names = {event.class_name() for event in handler.events}
     assert {"LLMCompletionStartEvent", "LLMChatEndEvent", "CacheBlendReportEvent"} <= names
-
-
-def test_reports_are_collected_where_they_are_asked_for(llm: CacheBlendLLM) -> None:
-    async def twice() -> tuple[int, int]:
-        async def once(calls: int) -> int:
-            with collect_reports() as reports:
-                for _ in range(calls):
-                    await llm.acomplete(QUESTION)
-            return len(reports)
-
-        one, two = await asyncio.gather(once(1), once(2))
-        return one, two
-
-    assert asyncio.run(twice()) == (1, 2)
 
 
 def test_messages_that_hold_more_than_text_are_refused(llm: CacheBlendLLM) -> None:
@@ -312,21 +248,17 @@ def test_messages_that_hold_more_than_text_are_refused(llm: CacheBlendLLM) -> No
         llm.chat([message])
 
 
-def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
+def test_an_open_engine_is_never_serialized_and_nothing_is_loaded_too_soon(
+    llm: CacheBlendLLM,
+) -> None:
     told = llm.to_dict()
     assert told["engine"] == os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
     assert told["model"] == llm.open().model_name
     json.dumps(told)
     assert "object at" not in repr(llm)
-
-
-def test_nothing_is_loaded_before_it_is_needed() -> None:
-    llm = CacheBlendLLM(model="no-such-model")
-    assert not llm.is_open
-    assert llm.to_payload()["model_name"] == "no-such-model"
-
-
-@pytest.mark.parametrize("given", [{}, {"engine": "transformers"}])
-def test_a_model_must_be_named(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="model=None: name a model"):
-        CacheBlendLLM(**given)
+    missing = CacheBlendLLM(model="no-such-model")
+    assert missing.to_payload()["model_name"] == "no-such-model"
+    assert not missing.is_open
+    with pytest.raises(ModelLoadError) as raised:
+        CacheBlendLLM(model="/no/such/model").open()
+    assert "\n" not in str(raised.value)

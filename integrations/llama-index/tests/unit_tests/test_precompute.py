@@ -14,6 +14,7 @@ from toy import TOY
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+from llama_index.llms.cacheblend.precompute import source_documents
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 
@@ -39,6 +40,10 @@ def found(engine: Engine, text: str) -> list[tuple[bool, str | None]]:
 
 def test_chunks_know_what_precedes_them(precompute: CacheBlendPrecompute) -> None:
     nodes = split(sentences(12))
+    precompute(nodes[:1])  # a part of a document replaces nothing
+    precompute(nodes[1:])
+    text = "\n\n".join(node.get_content("llm") for node in nodes)
+    assert all(hit for hit, _ in found(precompute.open(), text))
     precompute(nodes[::-1])
     chunks = precompute.open().registry.document("doc")
     shown = [chunk for chunk in chunks if chunk.text.startswith("file: doc.txt")]
@@ -77,22 +82,6 @@ def test_the_kv_of_the_shown_text_serves_the_bare_text_in_every_form(
         report = engine.generate(f"{form}\n\nQuestion?").report
         assert report.reused_tokens >= least, form
         assert all(chunk.hit for chunk in report.chunks), form
-
-
-def test_of_a_short_node_the_bare_text_is_known_but_not_stored(
-    precompute: CacheBlendPrecompute,
-) -> None:
-    nodes = split("A stone.")
-    precompute(nodes)
-    assert found(precompute.open(), nodes[0].get_content()) == [(False, "not stored")]
-
-
-def test_a_part_of_a_document_replaces_nothing(precompute: CacheBlendPrecompute) -> None:
-    nodes = split(sentences(12))
-    precompute(nodes[:1])
-    precompute(nodes[1:])
-    text = "\n\n".join(node.get_content("llm") for node in nodes)
-    assert all(hit for hit, _ in found(precompute.open(), text))
 
 
 def test_bad_nodes_are_skipped_and_named(
@@ -160,3 +149,22 @@ def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
         CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())
+
+
+def node(name: str, source: str | None = "d", start: int | None = None) -> TextNode:
+    made = TextNode(id_=name, text=f" text of {name} \n", start_char_idx=start)
+    if source:
+        made.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=source)
+    return made
+
+
+def test_offsets_order_nodes_and_a_missing_neighbour_makes_a_part() -> None:
+    (source,) = source_documents([node("a", start=9), node("b", start=3)])
+    assert [n.node_id for n in source.nodes] == ["b", "a"]
+    (source,) = source_documents([node("a", start=9), node("b")])
+    assert [n.node_id for n in source.nodes] == ["a", "b"]
+    assert source.whole
+    cut = node("b")
+    cut.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id="a")
+    (part, alone) = source_documents([cut, node("alone", source=None)])
+    assert (part.whole, alone.document_id) == (False, "alone")

@@ -61,7 +61,7 @@ def test_a_passage_too_long_for_any_prompt_is_split(
     packs = helper.repack(TEMPLATE, [passages[0], long])
     assert packs[0].startswith(passages[0])
     assert all(tokens(llm, pack) <= 600 for pack in packs)
-    assert "".join(packs).count("A long text.") >= 400
+    assert " ".join(packs).count("A long text.") == 400
 
 
 def test_truncation_ends_with_a_whole_passage(
@@ -73,10 +73,3 @@ def test_truncation_ends_with_a_whole_passage(
     assert 1 < kept.count("\n") + 1 < len(passages)
     (cut,) = helper.truncate(TEMPLATE, ["unknown " * 4000])
     assert 0 < tokens(llm, cut) <= 600
-
-
-def test_a_truncated_text_reads_as_text_in_a_template(
-    helper: CacheBlendPromptHelper, passages: list[str]
-) -> None:
-    text = f'{passages[0]}\nIt\'s a "quote" with {{braces}}.'
-    assert text in TEMPLATE.format(context_str=helper.truncate(TEMPLATE, [text]))

@@ -67,16 +67,6 @@ def known(engine: Engine) -> set[str]:
     return {name for name in ("one", "two", "three") if engine.registry.document(name)}
 
 
-def test_it_answers_as_the_wrapped_store_does(
-    store: CacheBlendVectorStore, llm: CacheBlendLLM
-) -> None:
-    index = build(store, llm)
-    found = index.as_retriever(similarity_top_k=2).retrieve("heavy?")
-    assert len(found) == 2
-    assert store.stores_text == store.vector_store.stores_text
-    assert store.client is store.vector_store.client
-
-
 def prompt_hits(llm: CacheBlendLLM, name: str) -> list[str]:
     word = {"one": "Stone", "two": "Brick", "three": "Board"}[name]
     (text,) = [node.get_content() for node in nodes_of(document(name, word))][:1]
@@ -86,16 +76,6 @@ def prompt_hits(llm: CacheBlendLLM, name: str) -> list[str]:
 
 def nodes_of(made: Document) -> list[BaseNode]:
     return SentenceSplitter(chunk_size=40, chunk_overlap=0).get_nodes_from_documents([made])
-
-
-def test_refreshing_an_index_updates_what_changed(
-    store: CacheBlendVectorStore, llm: CacheBlendLLM
-) -> None:
-    index = build(store, llm)
-    changed = [document("one", "Metal"), *documents()[1:]]
-    assert index.refresh_ref_docs(changed) == [True, False, False]
-    assert all("Metal" in chunk.text for chunk in llm.open().registry.document("one"))
-    assert prompt_hits(llm, "two")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -35,8 +35,7 @@ from cacheblend_rag import (
     read_hints,
     read_tool_choice,
 )
-from llama_index.llms.cacheblend.events import Reporter
-from llama_index.llms.cacheblend.hints import hints_in
+from llama_index.llms.cacheblend.context import collecting, hints_in, publish
 from llama_index.llms.cacheblend.messages import TOOL_CALLS
 
 REPORT = "cacheblend"
@@ -105,7 +104,7 @@ class Call(Generic[Response]):
     sampling: SamplingParams
     config: BlendConfig
     hints: Any = None
-    reporter: Reporter = field(default_factory=Reporter)
+    collecting: Sequence[list[dict[str, Any]]] = field(default_factory=collecting)
     so_far: str = ""
 
     def answer(self) -> Response:
@@ -151,7 +150,7 @@ class Call(Generic[Response]):
     def _told(self, answer: Generation) -> dict[str, Any]:
         """Publish the report; return what a response says beside its text."""
         report = answer.report.to_dict()
-        self.reporter.publish(report)
+        publish(report, self.collecting)
         usage = {
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": len(answer.token_ids),

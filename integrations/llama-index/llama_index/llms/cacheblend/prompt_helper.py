@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.bridge.pydantic import BaseModel, PrivateAttr
-from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
-from llama_index.core.llms.llm import LLM
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.utilities.token_counting import TokenCounter
 
 from cacheblend_rag import ChunkRegistry
-from llama_index.llms.cacheblend.documents import SEPARATOR
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.precompute import SEPARATOR
 from llama_index.llms.cacheblend.settings import checked_llm
 from llama_index.llms.cacheblend.structured import schema_text
-
-if TYPE_CHECKING:
-    from llama_index.core.tools import BaseTool
 
 MESSAGE_TOKENS = 8
 
 
 class CacheBlendPromptHelper(PromptHelper):
-    """Packs and truncates at chunk boundaries, counting with the model's own tokenizer.
+    """Packs and truncates at the ends of known chunks, counting with the model's own tokenizer.
 
-    A chunk that does not fit even alone is split as LlamaIndex splits it; its parts are computed
-    as ordinary text.
-
-    Args:
-        registry: the chunks at whose boundaries texts are cut.
-        tokenizer: counts tokens, as in PromptHelper.
-        fields: PromptHelper's others.
+    Other texts, and a chunk that does not fit even alone, are split as LlamaIndex splits them.
 
     Example:
         ```python
@@ -43,18 +32,7 @@ class CacheBlendPromptHelper(PromptHelper):
 
     """
 
-    _registry: ChunkRegistry = PrivateAttr()
-
-    def __init__(
-        self,
-        *,
-        registry: ChunkRegistry | None = None,
-        tokenizer: Callable[[str], list[Any]] | None = None,
-        **fields: Any,
-    ) -> None:
-        super().__init__(tokenizer=tokenizer, **fields)
-        self._token_counter = _Counter(tokenizer)
-        self._registry = ChunkRegistry() if registry is None else registry
+    _registry: ChunkRegistry = PrivateAttr(default_factory=ChunkRegistry)
 
     @classmethod
     def from_llm(
@@ -71,84 +49,30 @@ class CacheBlendPromptHelper(PromptHelper):
         """
         engine, metadata = checked_llm(llm).open(), llm.metadata
         schema = 0 if output_cls is None else len(engine.tokenize(schema_text(output_cls)))
-        return cls(
+        helper = cls(
             context_window=metadata.context_window,
             num_output=metadata.num_output + schema,
-            tokenizer=lambda text: list(engine.tokenize(text)),
-            registry=engine.registry,
+            chunk_overlap_ratio=0.0,
+            chunk_size_limit=None,
         )
+        helper._token_counter = _Counter(lambda text: list(engine.tokenize(text)))
+        helper._registry = engine.registry
+        return helper
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheBlendPromptHelper"
 
-    def repack(
-        self,
-        prompt: BasePromptTemplate,
-        text_chunks: Sequence[str],
-        padding: int = DEFAULT_PADDING,
-        llm: LLM | None = None,
-        tools: list[BaseTool] | None = None,
-    ) -> list[str]:
-        """Fill as few prompts as whole chunks allow."""
-        splitter = self.get_text_splitter_given_prompt(prompt, 1, padding, llm=llm, tools=tools)
-        room, gap = splitter.chunk_size, self._tokens(SEPARATOR)
-        packs: list[list[str]] = []
-        left = 0
-        for text in text_chunks:
-            for piece in self._pieces(text.strip(), room):
-                is_long = self._tokens(piece) > room
-                for part in splitter.split_text(piece) if is_long else [piece]:
-                    tokens = self._tokens(part)
-                    if packs and tokens + gap <= left:
-                        packs[-1].append(part)
-                        left -= tokens + gap
-                    else:
-                        packs.append([part])
-                        left = room - tokens
-        return [SEPARATOR.join(pack) for pack in packs]
+    def get_text_splitter_given_prompt(self, *args: Any, **kwargs: Any) -> TokenTextSplitter:
+        """Return a splitter by the room in a prompt, which keeps known chunks whole."""
+        found = super().get_text_splitter_given_prompt(*args, **kwargs)
+        splitter = _ChunkSplitter(chunk_size=found.chunk_size, chunk_overlap=found.chunk_overlap)
+        splitter._tokenizer, splitter._registry = self._token_counter.tokenizer, self._registry
+        return splitter
 
-    def truncate(
-        self,
-        prompt: BasePromptTemplate,
-        text_chunks: Sequence[str],
-        padding: int = DEFAULT_PADDING,
-        llm: LLM | None = None,
-        tools: list[BaseTool] | None = None,
-    ) -> list[str]:
+    def truncate(self, *args: Any, **kwargs: Any) -> list[str]:
         """Keep of each text as many whole chunks as fit into its share of the prompt."""
-        if not text_chunks:
-            return []
-        splitter = self.get_text_splitter_given_prompt(
-            prompt, len(text_chunks), padding, llm=llm, tools=tools
-        )
-        return Context(
-            self._whole_head(text, splitter.chunk_size) or splitter.split_text(text)[0]
-            for text in text_chunks
-        )
-
-    def _pieces(self, text: str, room: int) -> list[str]:
-        """Cut a text that does not fit at the known chunks in it; keep one that fits."""
-        matches = self._registry.find(text) if self._tokens(text) > room else []
-        cuts = [at for match in matches for at in (match.start, match.end)]
-        pieces = (text[start:end].strip() for start, end in pairwise([0, *cuts, len(text)]))
-        return [piece for piece in pieces if piece]
-
-    def _whole_head(self, text: str, room: int) -> str:
-        """Return the text up to the last chunk end that fits; empty when there is none."""
-        if self._tokens(text) <= room:
-            return text
-        kept, used, done = 0, 0, 0
-        for match in self._registry.find(text):
-            used += self._tokens(text[done : match.start]) + self._tokens(match.chunk.text)
-            done = match.end
-            if used > room:
-                break
-            kept = match.end
-        return text[:kept]
-
-    def _tokens(self, text: str) -> int:
-        return self._token_counter.get_string_tokens(text)
+        return Context(super().truncate(*args, **kwargs))
 
 
 class Context(list[str]):
@@ -160,6 +84,21 @@ class Context(list[str]):
 
     def __str__(self) -> str:
         return SEPARATOR.join(self)
+
+
+class _ChunkSplitter(TokenTextSplitter):
+    """Splits a text that does not fit at the known chunks in it first."""
+
+    _registry: ChunkRegistry = PrivateAttr()
+
+    def _split(self, text: str, chunk_size: int) -> list[str]:
+        if len(self._tokenizer(text)) <= chunk_size:
+            return [text]
+        cuts = [at for match in self._registry.find(text) for at in (match.start, match.end)]
+        parts: list[str] = []
+        for start, end in pairwise([0, *cuts, len(text)]):
+            parts += super()._split(text[start:end], chunk_size)
+        return parts
 
 
 class _Counter(TokenCounter):

@@ -22,13 +22,11 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import Model, PydanticProgramMode
+from llama_index.core.types import Model
 
 from cacheblend_rag import ConfigError
 
 _dispatcher = get_dispatcher(__name__)
-NOT_FOR_FORMS = ("tools", "tool_choice", "tool_required", "allow_parallel_tool_calls")
-"""Arguments for programs that call functions; LlamaIndex's programs ignore them, too."""
 Response = ChatResponse | CompletionResponse
 Arguments = dict[str, Any]
 
@@ -42,8 +40,8 @@ def schema_text(output_cls: type[BaseModel]) -> str:
 class StructuredPredictor(FunctionCallingLLM):
     """An LLM whose structured predictions are constrained by the schema of the class.
 
-    The schema also stands at the end of the prompt, for its descriptions. With another
-    ``pydantic_program_mode`` than the default, LlamaIndex's own programs run.
+    The schema also stands at the end of the prompt, for its descriptions. ``pydantic_program_mode``
+    is for programs of LlamaIndex's own.
     """
 
     @_dispatcher.span
@@ -66,9 +64,6 @@ class StructuredPredictor(FunctionCallingLLM):
             ConfigError: when ``max_tokens`` end the answer before its JSON is whole.
             ValidationError: when the class refuses the values, by a validator of its own, say.
         """
-        if not self._constrains:
-            made = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-            return cast("Model", made)
         _announce(output_cls, prompt, prompt_args)
         chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
         return _announced(_read(self.chat(**asked) if chat else self.complete(**asked), output_cls))
@@ -81,9 +76,6 @@ class StructuredPredictor(FunctionCallingLLM):
         llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> Model:
-        if not self._constrains:
-            made = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-            return cast("Model", made)
         _announce(output_cls, prompt, prompt_args)
         chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
         response = await (self.achat(**asked) if chat else self.acomplete(**asked))
@@ -97,8 +89,6 @@ class StructuredPredictor(FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         """Yield what is known of the object, the whole one last."""
-        if not self._constrains:
-            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
         return _objects(
             self.stream_chat(**asked) if chat else self.stream_complete(**asked), output_cls
@@ -111,17 +101,9 @@ class StructuredPredictor(FunctionCallingLLM):
         llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        if not self._constrains:
-            return await super()._structured_astream_call(
-                output_cls, prompt, llm_kwargs, **prompt_args
-            )
         chat, asked = self._asked_object(output_cls, prompt, llm_kwargs, prompt_args)
         steps = await (self.astream_chat(**asked) if chat else self.astream_complete(**asked))
         return _aobjects(steps, output_cls)
-
-    @property
-    def _constrains(self) -> bool:
-        return self.pydantic_program_mode is PydanticProgramMode.DEFAULT
 
     def _asked_object(
         self,
@@ -131,23 +113,20 @@ class StructuredPredictor(FunctionCallingLLM):
         values: Arguments,
     ) -> tuple[bool, Arguments]:
         """Return whether the object is asked for by chat, and the arguments of the call."""
-        given = {n: value for n, value in (llm_kwargs or {}).items() if n not in NOT_FOR_FORMS}
         # A dict of plain values: observers serialize the arguments of a call.
-        given["structured_outputs"] = {"json": output_cls.model_json_schema()}
-        told = schema_text(output_cls)
+        held = {"structured_outputs": {"json": output_cls.model_json_schema()}}
+        given, told = {**(llm_kwargs or {}), **held}, schema_text(output_cls)
         if not self.metadata.is_chat_model:
             text = f"{self._get_prompt(prompt, **values)}\n\n{told}\n\n"
             return False, {"prompt": text, "formatted": True, **given}
         messages = self._get_messages(prompt, **values)
-        if not messages or messages[-1].role is not MessageRole.USER:
-            messages = [*messages, ChatMessage(role=MessageRole.USER, blocks=[])]
-        *before, last = messages
-        blocks = [
-            *last.blocks,
-            *([TextBlock(text="")] if last.blocks else []),
-            TextBlock(text=told),
-        ]
-        return True, {"messages": [*before, last.model_copy(update={"blocks": blocks})], **given}
+        if messages and messages[-1].role is MessageRole.USER:
+            *messages, last = messages
+            blocks = [*last.blocks, TextBlock(text=f"\n{told}")]
+            asked = last.model_copy(update={"blocks": blocks})
+        else:
+            asked = ChatMessage(role=MessageRole.USER, content=told)
+        return True, {"messages": [*messages, asked], **given}
 
 
 def _read(response: Response, output_cls: type[Model]) -> Model:

@@ -11,7 +11,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from pydantic import InstanceOf
 
 from cacheblend_rag import CheckedOptions
-from llama_index.llms.cacheblend.documents import document_id
+from llama_index.llms.cacheblend.precompute import document_id
 from llama_index.llms.cacheblend.settings import EngineSettings
 
 

@@ -10,15 +10,15 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from cacheblend_rag import Chunk, Engine, PassageOrder
-from llama_index.llms.cacheblend.documents import (
+from llama_index.llms.cacheblend.context import Hint, expect
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.precompute import (
     bare_text,
     document_id,
     shown_text,
     shows_window,
     start_index,
 )
-from llama_index.llms.cacheblend.hints import Hint, expect
-from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
 
 
