@@ -147,33 +147,18 @@ class ResolvedSampling(SamplingParams):
         return self.with_given(**dict(asked))
 
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "penalty_alpha": (0,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "top_h": (),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "exponential_decay_length_penalty": (),
-    "guidance_scale": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "bad_words_ids": ([],),
-    "sequence_bias": ({}, []),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "stop_strings": ([], ""),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "watermarking_config": (),
-}
-"""Fields that change an answer and that no engine here follows, each with the values that turn it
-off: transformers' own, and two that vLLM reads."""
+UNSUPPORTED = {
+    1: ("num_beams", "typical_p", "encoder_repetition_penalty", "guidance_scale"),
+    0: (
+        "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "top_h", "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "min_length",
+        "min_new_tokens", "bad_words_ids", "sequence_bias", "suppress_tokens",
+        "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "stop_strings",
+        "presence_penalty", "frequency_penalty", "watermarking_config",
+    ),
+}  # fmt: skip
+"""Fields that change an answer and that no engine here follows, by the value that turns them off;
+an empty one does so, too. transformers' own, and two that vLLM reads."""
 
 
 def ignored_settings(values: Mapping[str, Any]) -> list[str]:
@@ -182,8 +167,9 @@ def ignored_settings(values: Mapping[str, Any]) -> list[str]:
     wrong = (_problem(name, given[name]) for name in OF_MODELS if name in given)
     unsupported = (
         f"{name}={given[name]!r:.60} is not supported"
-        for name, off in UNSUPPORTED.items()
-        if name in given and given[name] not in off
+        for off, names in UNSUPPORTED.items()
+        for name in names
+        if given.get(name, off) != off and given[name] not in ([], {}, "")
     )
     return [*filter(None, wrong), *unsupported]
 
