@@ -118,25 +118,20 @@ def evaluate_command(
 def _table(title: str, rows: Sequence[Row]) -> Table:
     table = output.table(title, ("lead-in", "selector"), FIGURES)
     for row in rows:
-        low, high = row.kl_ci95 or (None, None)
         table.add_row(
             row.lead_in,
             f"{row.selector}{'*' if row.default else ''}",
             f"{row.ratio:g}",
             f"{row.compute_share:.3f}",
-            _told(row.kl, ".4f"),
-            f"{low:.4f}-{high:.4f}" if low is not None else "",
-            _told(row.top1, ".3f"),
-            _told(row.same_answer, ".2f"),
-            _told(row.gold_logprob_change, "+.2f"),
-            _told(row.recovered_kl, ".3f"),
+            f"{row.kl:.4f}",
+            row.kl.between(".4f"),
+            f"{row.top1:.3f}",
+            f"{row.same_answer:.2f}",
+            f"{row.gold_logprob_change:+.2f}",
+            f"{row.recovered_kl:.3f}",
             f"{row.f1:.3f}",
             f"{row.holds_answer:.3f}",
             output.duration(row.ttft_seconds),
             f"{row.ttft_speedup:.2f}x",
         )
     return table
-
-
-def _told(figure: float | None, form: str) -> str:
-    return "" if figure is None else format(figure, form)

@@ -91,11 +91,10 @@ def _print(tuned: Tuned, out: Path) -> None:
     figures = ("kept", "95 %", "first token", "sooner", "compute", "holds")
     table = output.table(title, ("settings",), figures)
     for one in tuned.tried:
-        low, high = one.interval
         table.add_row(
             one.rule.name,
-            f"{one.quality:.3f}",
-            f"{low:.2f}-{high:.2f}",
+            f"{one.kept:.3f}",
+            one.kept.between(".2f"),
             output.duration(one.row.ttft_seconds),
             f"{one.row.ttft_speedup:.2f}x",
             f"{one.row.compute_share:.0%}",

@@ -34,21 +34,18 @@ class Fidelity:
 
     Args:
         kl: KL(full prefill || rule) in nats, the mean over the answer's tokens.
-        kl_first: that of its first token. This and what follows only the embedded engine tells.
-        top1: share of the answer's tokens that are the rule's most likely ones, too.
+        top1: share of the answer's tokens that are the rule's most likely ones, too. This and what
+            follows only the embedded engine tells.
         same_answer: whether all are, so that the rule's own greedy answer is the same.
         gold_logprob: natural logarithm of the best gold answer's probability; None without one.
-        gold_tokens: how many tokens that answer has.
         exact: whether predictions differ by rounding alone.
         kl_prefill: full prefill's own distance, if it is not the reference.
     """
 
     kl: float
-    kl_first: float | None = None
     top1: float | None = None
     same_answer: bool | None = None
     gold_logprob: float | None = None
-    gold_tokens: int = 0
     exact: bool | None = None
     kl_prefill: float = 0.0
 
@@ -71,7 +68,7 @@ class Reference:
     @property
     def of_itself(self) -> Fidelity:
         """Full prefill's own figures: no divergence, and the gold answer's probability."""
-        return Fidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold), True)
+        return Fidelity(0.0, 1.0, True, self.gold_logprob, True)
 
 
 def reference(
@@ -119,11 +116,9 @@ def answer_and_compare(
     same = reference.log_probs.argmax(-1) == found.argmax(-1)
     return told, Fidelity(
         kl=float(kl.mean()),
-        kl_first=float(kl[0]),
         top1=float(same.double().mean()),
         same_answer=bool(same.all()),
         gold_logprob=_log_prob(of_gold[0], reference.gold) if of_gold else None,
-        gold_tokens=len(reference.gold),
         exact=same_logits(found, reference.log_probs, model.dtype, quantized=is_quantized(model)),
     )
 

@@ -25,7 +25,7 @@ from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.fidelity import Fidelity, Reference, answer_and_compare, reference
-from cacheblend_rag.quality.scores import exact_match, holds_answer, token_f1
+from cacheblend_rag.quality.scores import holds_answer, token_f1
 from cacheblend_rag.result_log import Key, ResultLog
 from cacheblend_rag.settings import BlendConfig, LeadInKind
 from cacheblend_rag.text.chunk import Document
@@ -88,8 +88,7 @@ class Record:
 
     Args:
         text: the answer.
-        exact: whether it is a gold answer. This and the next two are 0 without gold answers.
-        f1: of its words and a gold answer's.
+        f1: of its words and a gold answer's; 0 without one, as the next.
         holds: whether it contains a gold answer.
         prompt_tokens: of the prompt.
         chunk_tokens: tokens of its chunks.
@@ -101,7 +100,6 @@ class Record:
     """
 
     text: str
-    exact: float
     f1: float
     holds: float
     prompt_tokens: int
@@ -284,7 +282,6 @@ class _Loop:
         why = rule.config and not report.blended and str(report.reason or "no reason given")
         record = Record(
             text=text,
-            exact=exact_match(text, golds),
             f1=token_f1(text, golds),
             holds=float(holds_answer(text, golds)),
             prompt_tokens=report.prompt_tokens,

@@ -1,7 +1,6 @@
-"""Scores answers: exact match, token F1; intervals, also of paired figures.
+"""Scores of answers, and figures: means over prompts with their bootstrap intervals.
 
-Every score is a share from 0 to 1. With several gold answers the best one counts; without any,
-scores are 0.
+A score is a share from 0 to 1. With several gold answers the best one counts; without any, it is 0.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
-
+Interval = tuple[float, float]
 LEVEL, RESAMPLES = 0.95, 2000
 """Of intervals."""
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -27,84 +24,15 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
-def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """Return 1.0 when the normalized answer equals a normalized gold answer, else 0.0."""
-    return _best(_exact, answer, golds)
-
-
 def token_f1(answer: str, golds: Sequence[str]) -> float:
     """Return the harmonic mean of precision and recall over normalized words, as bags."""
-    return _best(_f1, answer, golds)
+    return max((_f1(answer, gold) for gold in golds), default=0.0)
 
 
 def holds_answer(answer: str, golds: Sequence[str]) -> bool:
     """Return whether the answer contains a gold answer's normalized words as a sequence."""
-    return _best(_holds, answer, golds) == 1.0
-
-
-def bootstrap_interval(scores: Sequence[float]) -> tuple[float, float]:
-    """Return the percentile bootstrap confidence interval (95 %) of the mean score.
-
-    scores: one score per question. The same scores give the same interval; scores that are all
-    equal give an interval of width zero.
-    Raises ValueError when there are no scores.
-    """
-    if not len(scores):
-        raise ValueError("scores=[] must hold at least one score")
-    return _quantiles(_resampled_means(scores)[:, 0])
-
-
-def paired_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """Return the percentile bootstrap confidence interval of the mean of ``first - second``.
-
-    first, second: values of the same prompts, in order; whole prompts are drawn.
-    Raises ValueError when there are none, or not as many of each.
-    """
-    means = _paired_means(first, second)
-    return _quantiles(means[:, 0] - means[:, 1])
-
-
-def ratio_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
-    """Return the interval of ``mean(first) / mean(second)``; as paired_interval.
-
-    None when ``second`` holds so many zeros that its mean may be zero.
-    """
-    means = _paired_means(first, second)
-    return _quantiles(means[:, 0] / means[:, 1]) if means[:, 1].all() else None
-
-
-def _paired_means(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
-    if not len(first) or len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} values must be as many, at least one")
-    return _resampled_means(first, second)
-
-
-def _resampled_means(*columns: Sequence[float]) -> np.ndarray:
-    """Return the means of prompts drawn with replacement, (resamples, columns)."""
-    import numpy as np
-
-    values = np.stack([np.asarray(one, np.float64) for one in columns], axis=1)
-    rng, count = np.random.default_rng(0), len(values)
-    return np.stack([values[rng.integers(count, size=count)].mean(0) for _ in range(RESAMPLES)])
-
-
-def _quantiles(means: np.ndarray) -> tuple[float, float]:
-    import numpy as np
-
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
-def _best(score: Callable[[str, str], float], answer: str, golds: Sequence[str]) -> float:
-    return max((score(answer, gold) for gold in golds), default=0.0)
-
-
-def _exact(answer: str, gold: str) -> float:
-    return float(normalize_answer(answer) == normalize_answer(gold))
-
-
-def _holds(answer: str, gold: str) -> float:
-    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(answer)} ")
+    told = f" {normalize_answer(answer)} "
+    return any(f" {normalize_answer(gold)} " in told for gold in golds)
 
 
 def _f1(answer: str, gold: str) -> float:
@@ -113,3 +41,44 @@ def _f1(answer: str, gold: str) -> float:
         return float(found == wanted)
     common = sum((Counter(found) & Counter(wanted)).values())
     return 2 * common / (len(found) + len(wanted))
+
+
+class Figure(NamedTuple):
+    """A figure of some prompts.
+
+    value: None if it does not apply. interval: the 95 % bootstrap interval, drawn from whole
+    prompts; None if too many of them are zero to tell it.
+    """
+
+    value: float | None = None
+    interval: Interval | None = None
+
+    def __format__(self, form: str) -> str:
+        return "" if self.value is None else format(self.value, form)
+
+    def between(self, form: str) -> str:
+        """Return the interval as text, such as 0.10-0.25; "" if there is none."""
+        return "-".join(format(end, form) for end in self.interval or ())
+
+
+def figure(of: Callable[..., Any], *columns: Sequence[float]) -> Figure:
+    """Return a figure that is computed from means over prompts, such as their ratio.
+
+    of: computes it from the mean of each column. columns: values of the same prompts, in order. The
+    same values give the same interval. Raises ValueError when columns are not equally long.
+    """
+    import numpy as np
+
+    values = np.array(columns, np.float64).T
+    if not values.size:
+        return Figure()
+    count = len(values)
+    draws = values[np.random.default_rng(0).integers(count, size=(RESAMPLES, count))]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value, drawn = of(*values.mean(0)), of(*draws.mean(1).T)
+    if not np.isfinite(value):
+        return Figure()
+    if not np.isfinite(drawn).all():
+        return Figure(float(value))
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Figure(float(value), (float(low), float(high)))

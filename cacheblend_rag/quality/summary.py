@@ -1,27 +1,21 @@
-"""Rows of an evaluation: one rule's records on all questions of a setting, added up."""
+"""Rows of an evaluation: one rule's figures on all questions of a setting."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from operator import sub, truediv
 from statistics import mean, median
 from typing import Any
 
-from cacheblend_rag.quality.fidelity import Fidelity
 from cacheblend_rag.quality.measure import Record, Rule
-from cacheblend_rag.quality.scores import (
-    bootstrap_interval,
-    paired_interval,
-    ratio_interval,
-)
-
-Interval = tuple[float, float]
+from cacheblend_rag.quality.scores import Figure, figure
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rule's figures on one setting; shares are from 0 to 1, intervals 95 % bootstrap ones.
+    """One rule's figures on one setting; shares are from 0 to 1.
 
     Args:
         setting: of the questions.
@@ -30,22 +24,17 @@ class Row:
             without passages.
         ratio: of the recomputed tokens.
         default: whether these are the settings in force.
-        exact_match: share of the answers that are a gold answer.
-        ci95: its interval.
-        f1: mean over answers of the words' F1.
-        f1_kept: that over full prefill's, 0 if that is 0, with its interval; None as an interval
-            if full prefill is right too seldom to tell.
-        holds_answer: share of the answers that contain a gold answer.
         recomputed_share: recomputed chunk tokens of all chunk tokens.
         compute_share: work of the pass over all layers and the probe, as a share of full prefill's
             of the whole prompt; the mean.
         ttft_seconds: time to first token, the median.
-        ttft_speedup: mean of full prefill's over the mean, with its interval.
-        kl, kl_first, top1, same_answer: means of Fidelity's; None if predictions were not compared.
-        gold_logprob: mean log-probability of the best gold answer.
-        gold_logprob_change: that minus full prefill's, on the same prompts.
-        recovered_kl: 1 - mean KL / mean KL of plain reuse behind the same lead-in; None where
-            nothing is to be recovered.
+        ttft_speedup: mean of full prefill's over the mean.
+        f1: mean over answers of the words' F1.
+        f1_kept: that over full prefill's.
+        holds_answer: share of the answers that contain a gold answer.
+        kl, top1, same_answer, gold_logprob: means of Fidelity's, where predictions were compared.
+        gold_logprob_change: gold_logprob minus full prefill's, on the same prompts.
+        recovered_kl: 1 - mean KL / mean KL of plain reuse behind the same lead-in.
         not_blended: why answers came from ordinary prefill although KV was to be blended, and how
             many.
     """
@@ -55,32 +44,30 @@ class Row:
     selector: str
     ratio: float
     default: bool
-    exact_match: float
-    ci95: Interval
-    f1: float
-    f1_kept: float
-    f1_kept_ci95: Interval | None
-    holds_answer: float
     recomputed_share: float
     compute_share: float
     ttft_seconds: float
-    ttft_speedup: float
-    ttft_speedup_ci95: Interval | None
-    kl: float | None = None
-    kl_ci95: Interval | None = None
-    kl_first: float | None = None
-    top1: float | None = None
-    same_answer: float | None = None
-    gold_logprob: float | None = None
-    gold_logprob_change: float | None = None
-    gold_logprob_change_ci95: Interval | None = None
-    recovered_kl: float | None = None
-    recovered_kl_ci95: Interval | None = None
+    ttft_speedup: Figure
+    f1: Figure
+    f1_kept: Figure
+    holds_answer: Figure
+    kl: Figure
+    top1: Figure
+    same_answer: Figure
+    gold_logprob: Figure
+    gold_logprob_change: Figure
+    recovered_kl: Figure
     not_blended: Mapping[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        """Return plain JSON values; a figure's interval stands beside it, as ``..._ci95``."""
+        plain: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            plain[name] = value.value if isinstance(value, Figure) else value
+            if isinstance(value, Figure):
+                plain[f"{name}_ci95"] = value.interval and list(value.interval)
+        return plain
 
 
 def summarize(setting: str, results: Mapping[Rule, Sequence[Record]]) -> list[Row]:
@@ -106,13 +93,12 @@ def _row(
 ) -> Row:
     chunk_tokens = sum(one.chunk_tokens for one in found)
     fresh = sum(one.fresh_tokens for one in found)
-    exact = [one.exact for one in found]
     # Of the prompt without passages, the share of tokens stands for that of the work.
     shares = [
         one.compute_share * (one.prompt_tokens / whole.prompt_tokens)
         for one, whole in zip(found, full, strict=True)
     ]
-    own, ordinary = ([one.ttft_seconds for one in records] for records in (found, full))
+    seconds, ordinary = ([one.ttft_seconds for one in records] for records in (found, full))
     f1, best = ([one.f1 for one in records] for records in (found, full))
     return Row(
         setting=setting,
@@ -120,49 +106,29 @@ def _row(
         selector=rule.config.selector if rule.config else rule.name,
         ratio=rule.config.ratio if rule.config else 1.0,
         default=rule.name == "default",
-        exact_match=mean(exact),
-        ci95=bootstrap_interval(exact),
-        f1=mean(f1),
-        f1_kept=mean(f1) / mean(best) if any(best) else 0.0,
-        f1_kept_ci95=ratio_interval(f1, best),
-        holds_answer=mean(one.holds for one in found),
         recomputed_share=fresh / chunk_tokens if chunk_tokens else 1.0,
         compute_share=mean(shares),
-        ttft_seconds=median(own),
-        ttft_speedup=mean(ordinary) / mean(own) if any(own) else 1.0,
-        ttft_speedup_ci95=ratio_interval(ordinary, own),
+        ttft_seconds=median(seconds),
+        ttft_speedup=figure(truediv, ordinary, seconds),
+        f1=figure(_itself, f1),
+        f1_kept=figure(truediv, f1, best),
+        holds_answer=figure(_itself, [one.holds for one in found]),
+        kl=figure(_itself, *_compared("kl", found)),
+        top1=figure(_itself, *_compared("top1", found)),
+        same_answer=figure(_itself, *_compared("same_answer", found)),
+        gold_logprob=figure(_itself, *_compared("gold_logprob", found)),
+        gold_logprob_change=figure(sub, *_compared("gold_logprob", found, full)),
+        recovered_kl=figure(lambda own, lost: 1 - own / lost, *_compared("kl", found, reused)),
         not_blended=Counter(one.not_blended for one in found if one.not_blended) or None,
-        **_fidelity(*(_told(records) for records in (found, full, reused))),
     )
 
 
-def _told(records: Sequence[Record]) -> list[Fidelity]:
-    return [one.fidelity for one in records if one.fidelity]
+def _itself(mean: float) -> float:
+    return mean
 
 
-def _fidelity(
-    own: Sequence[Fidelity], full: Sequence[Fidelity], reused: Sequence[Fidelity]
-) -> dict[str, Any]:
-    """Return the figures on predictions."""
-    if not own:
-        return {}
-    kl, lost = [one.kl for one in own], [one.kl for one in reused]
-    told: dict[str, Any] = {"kl": mean(kl), "kl_ci95": bootstrap_interval(kl)}
-    for name in ("kl_first", "top1", "same_answer", "gold_logprob"):
-        told[name] = _mean(own, name)
-    mine, theirs = (
-        [one.gold_logprob for one in of if one.gold_logprob is not None] for of in (own, full)
-    )
-    if mine:
-        told["gold_logprob_change"] = mean(mine) - mean(theirs)
-        told["gold_logprob_change_ci95"] = paired_interval(mine, theirs)
-    if any(lost) and len(lost) == len(kl):
-        ends = ratio_interval(kl, lost)
-        told["recovered_kl"] = 1 - mean(kl) / mean(lost)
-        told["recovered_kl_ci95"] = ends and (1 - ends[1], 1 - ends[0])
-    return told
-
-
-def _mean(own: Sequence[Fidelity], name: str) -> float | None:
-    found = [float(value) for one in own if (value := getattr(one, name)) is not None]
-    return mean(found) if found else None
+def _compared(name: str, *rules: Sequence[Record]) -> list[tuple[float, ...]]:
+    """Return each rule's values of a field of Fidelity, on the prompts that all have one of."""
+    values = ([getattr(one.fidelity, name, None) for one in records] for records in rules)
+    known = (prompt for prompt in zip(*values, strict=False) if None not in prompt)
+    return list(zip(*known, strict=True))

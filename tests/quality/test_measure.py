@@ -128,10 +128,10 @@ def rows_of(rules, questions=(), engine=None, **options):
 def test_scores_are_means_and_full_prefill_comes_first():
     found = rows_of([PRIOR])
     full, row = found["full"], found["prior"]
-    assert (full.lead_in, full.ratio, full.exact_match, full.ci95) == ("none", 1.0, 1.0, (1.0, 1.0))
+    assert (full.lead_in, full.ratio, full.f1) == ("none", 1.0, (1.0, (1.0, 1.0)))
     assert (row.setting, row.lead_in, row.ratio) == ("adjacent", "instruction", 0.25)
-    assert (row.exact_match, row.f1, row.holds_answer, row.compute_share) == (0.75, 0.75, 0.75, 0.5)
-    assert row.ci95[0] < 0.75 < row.ci95[1]
+    assert (row.f1.value, row.holds_answer.value, row.compute_share) == (0.75, 0.75, 0.5)
+    assert row.f1.interval[0] < 0.75 < row.f1.interval[1]
     assert row.recomputed_share == pytest.approx((2 + 6) / 16), "missing chunks are computed"
     assert (full.not_blended, row.not_blended) == (None, None)
     assert rows_of([PRIOR], engine=RoteEngine(blended=False))["prior"].not_blended == {
@@ -177,15 +177,15 @@ def test_figures_of_a_small_model():
     found = rows_of([NO_PASSAGES, REUSE, RANDOM, ALL], WHOLE, made_once())
     assert list(found) == ["full", "no_passages", "none", "random", "all"]
     full, bare, none, exact = (found[name] for name in ("full", "no_passages", "none", "all"))
-    assert (full.kl, full.top1, full.gold_logprob_change) == (0.0, 1.0, 0.0)
-    assert exact.kl < 1e-6
-    assert (exact.top1, exact.same_answer) == (1.0, 1.0)
-    assert exact.recovered_kl == pytest.approx(1.0, abs=1e-3)
-    assert (none.recovered_kl, bare.recovered_kl) == (0.0, None)
-    assert min(none.kl, bare.kl) > 1e-5
+    assert (full.kl.value, full.top1.value, full.gold_logprob_change.value) == (0.0, 1.0, 0.0)
+    assert exact.kl.value < 1e-6
+    assert (exact.top1.value, exact.same_answer.value) == (1.0, 1.0)
+    assert exact.recovered_kl.value == pytest.approx(1.0, abs=1e-3)
+    assert (none.recovered_kl.value, bare.recovered_kl.value) == (0.0, None)
+    assert min(none.kl.value, bare.kl.value) > 1e-5
     assert max(none.compute_share, bare.compute_share) < found["random"].compute_share < 1
     assert all(row.ttft_seconds > 0 for row in found.values())
-    assert full.ttft_speedup == 1.0
+    assert full.ttft_speedup.value == 1.0
 
 
 def test_each_rule_takes_one_prefill():

@@ -1,19 +1,13 @@
 from __future__ import annotations
 
 from itertools import product
+from operator import sub, truediv
+from statistics import mean
 
 import numpy as np
 import pytest
 
-from cacheblend_rag.quality.scores import (
-    bootstrap_interval,
-    exact_match,
-    holds_answer,
-    normalize_answer,
-    paired_interval,
-    ratio_interval,
-    token_f1,
-)
+from cacheblend_rag.quality.scores import figure, holds_answer, normalize_answer, token_f1
 
 
 @pytest.mark.parametrize(
@@ -43,9 +37,8 @@ def test_normalization_drops_case_punctuation_and_articles(text, normalized):
         ("red car", ["blue", "red car"], 1.0),
     ],
 )
-def test_token_f1_and_exact_match_take_the_best_gold_answer(answer, golds, score):
+def test_token_f1_takes_the_best_gold_answer(answer, golds, score):
     assert token_f1(answer, golds) == pytest.approx(score)
-    assert exact_match(f"The {answer}.", golds) == float(score == 1)
 
 
 @pytest.mark.parametrize(
@@ -64,50 +57,50 @@ def test_an_answer_holds_gold_words_one_after_another(answer, golds, held):
     assert holds_answer(answer, golds) is held
 
 
-def test_interval_of_a_share_is_close_to_the_normal_approximation():
-    scores = [1.0] * 300 + [0.0] * 100
-    low, high = bootstrap_interval(scores)
+def itself(mean):
+    return mean
+
+
+def test_the_interval_of_a_share_is_close_to_the_normal_approximation():
+    share = figure(itself, [1.0] * 300 + [0.0] * 100)
     half_width = 1.96 * (0.75 * 0.25 / 400) ** 0.5
-    assert low == pytest.approx(0.75 - half_width, abs=0.01)
-    assert high == pytest.approx(0.75 + half_width, abs=0.01)
-
-
-def test_interval_repeats_and_needs_scores():
-    scores = np.linspace(0, 1, 57).tolist()
-    assert bootstrap_interval(scores) == bootstrap_interval(scores)
-    assert bootstrap_interval([1.0] * 30) == (1.0, 1.0)
-    with pytest.raises(ValueError, match="must"):
-        bootstrap_interval([])
+    assert share.value == 0.75
+    assert share.interval == pytest.approx((0.75 - half_width, 0.75 + half_width), abs=0.01)
+    assert (f"{share:.1f}", share.between(".2f")) == ("0.8", "0.71-0.79")
 
 
 FIRST, SECOND = (0.1, 0.5, 0.4, 0.9), (0.2, 0.1, 0.3, 0.5)
 
 
-def all_draws(figure):
+def all_draws(of):
     """A figure of all prompts that can be drawn with replacement, each draw once."""
     draws = product(range(len(FIRST)), repeat=len(FIRST))
-    return [figure([FIRST[i] for i in d], [SECOND[i] for i in d]) for d in draws]
+    return [of(mean(FIRST[i] for i in d), mean(SECOND[i] for i in d)) for d in draws]
+
+
+@pytest.mark.parametrize("of", [sub, truediv])
+def test_paired_intervals_are_those_of_all_draws(of):
+    found = figure(of, FIRST, SECOND)
+    assert found == figure(of, FIRST, SECOND)
+    assert found.value == pytest.approx(of(mean(FIRST), mean(SECOND)))
+    assert found.interval == pytest.approx(np.quantile(all_draws(of), [0.025, 0.975]), rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("interval", "figure"),
+    ("of", "columns", "value", "interval"),
     [
-        (paired_interval, lambda a, b: (sum(a) - sum(b)) / len(a)),
-        (ratio_interval, lambda a, b: sum(a) / sum(b)),
+        (itself, [[1.0] * 30], 1.0, (1.0, 1.0)),
+        (sub, [[3, 5], [1, 3]], 2.0, (2.0, 2.0)),
+        (truediv, [[2, 6], [1, 3]], 2.0, (2.0, 2.0)),
+        (truediv, [[1, 1], [0, 1]], 2.0, None),
+        (truediv, [[1, 1], [0, 0]], None, None),
+        (itself, [], None, None),
     ],
 )
-def test_paired_intervals_are_those_of_all_draws(interval, figure):
-    wanted = np.quantile(all_draws(figure), [0.025, 0.975])
-    assert interval(FIRST, SECOND) == pytest.approx(wanted, rel=0.05)
+def test_a_figure_that_does_not_apply_has_no_value(of, columns, value, interval):
+    assert figure(of, *columns) == (value, interval)
 
 
-def test_pairs_that_differ_by_the_same_have_an_interval_of_no_width():
-    assert paired_interval([3, 5], [1, 3]) == (2.0, 2.0)
-    assert ratio_interval([2, 6], [1, 3]) == (2.0, 2.0)
-    assert ratio_interval([1, 1], [0, 1]) is None
-
-
-@pytest.mark.parametrize(("first", "second"), [([], []), ([1.0], [1.0, 2.0])])
-def test_pairs_must_be_pairs(first, second):
-    with pytest.raises(ValueError, match="as many"):
-        paired_interval(first, second)
+def test_columns_must_be_of_the_same_prompts():
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        figure(sub, [1.0], [1.0, 2.0])
