@@ -34,6 +34,7 @@ class Asked:
         sampling: of all answers.
         n: answers to each prompt; with a seed, each has a seed of its own.
         config: how KV is blended; the engine's own for None.
+        full: whether they are computed by ordinary prefill, without stored KV.
         sources: the passages that the server put into the prompt; None if it retrieved none.
         closing: what the text of each answer ends with, such as a list of its sources.
     """
@@ -42,6 +43,7 @@ class Asked:
     sampling: SamplingParams
     n: int = 1
     config: BlendConfig | None = None
+    full: bool = False
     sources: Sequence[Source] | None = None
     closing: str = ""
 
@@ -113,7 +115,9 @@ class Answers:
         prompt, settings = asked.prompts[index // asked.n], asked.settings(index)
         try:
             async with self._own, self._gate.turn:
-                stream: Any = self._engine.astream(prompt, settings, config=asked.config)
+                stream: Any = self._engine.astream(
+                    prompt, settings, config=asked.config, full=asked.full
+                )
                 async with aclosing(stream) as deltas:
                     async for delta in deltas:
                         if delta.generation and delta.generation.logprobs:

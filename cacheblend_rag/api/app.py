@@ -12,10 +12,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cacheblend_rag.api import errors
 from cacheblend_rag.api.chat import ChatRequest
+from cacheblend_rag.api.compare import compare_router
 from cacheblend_rag.api.completions import CompletionRequest
 from cacheblend_rag.api.documents import documents_router, store_router
 from cacheblend_rag.api.gate import RUNNING, WAITING, EngineLending, Gate
 from cacheblend_rag.api.jobs import jobs_router
+from cacheblend_rag.api.page import page_router
 from cacheblend_rag.api.responses import ResponseRequest
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
@@ -58,6 +60,8 @@ def create_app(
     _add_access(app, engine)
     _add_facts(app, serving)
     _add_answers(app, serving)
+    app.include_router(compare_router)
+    app.include_router(page_router(serving.name, has_collection=retriever is not None))
     app.include_router(store_router)
     if documents:
         app.include_router(documents_router)

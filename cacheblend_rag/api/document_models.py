@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import Path
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -187,6 +187,8 @@ class Stats(Told):
     reason: str | None
     """Why they do not."""
     read_only: bool
+    tiers: dict[str, dict[str, Any]] = {}
+    """What each tier of an embedded engine's store holds: ``entries``, ``bytes``, ..."""
 
 
 class Released(BaseModel):

@@ -119,6 +119,7 @@ def get_stats(engine: Reading) -> Stats:
         reuses=refusal is None,
         reason=None if refusal is None else str(refusal),
         read_only=engine.read_only,
+        tiers={} if (store := getattr(engine, "store", None)) is None else store.stats(),
     )
 
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.api.answers import Answers
+from cacheblend_rag.api.answers import Answers, Asked
 from cacheblend_rag.api.errors import of_engine
 from cacheblend_rag.api.fields import Body
 from cacheblend_rag.api.gate import ClientGoneError, Gate, while_connected
@@ -65,11 +65,17 @@ class Serving:
         The first piece of a stream is computed before the status is sent, so that errors until then
         have theirs. Raises ApiError when the request is refused or has failed.
         """
+        if body.stream:
+            return await self.streamed(request, self._events(request, body))
         try:
-            if body.stream:
-                events = self._events(request, body)
-                return EventStream(await while_connected(request, anext(events)), events)
             return await while_connected(request, self._whole(request, body))
+        except ClientGoneError:
+            return Response(status_code=CLIENT_GONE)
+
+    async def streamed(self, request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+        """Return the response that sends events; what the first one raises is raised here."""
+        try:
+            return EventStream(await while_connected(request, anext(events)), events)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
 
@@ -101,22 +107,27 @@ class Serving:
 
     @asynccontextmanager
     async def _answering(self, request: Request, body: Body) -> AsyncIterator[Answers]:
-        """Let a request in, check it, and compute its answers while the block lasts.
+        """Let a request in, and compute its answers while the block lasts; it logs a line."""
+        async with self.admitted(request, body) as asked:
+            begun = time.perf_counter()
+            async with Answers(self.engine, self.gate, asked) as answers:
+                yield answers
+            log_answers(request, answers.finished, time.perf_counter() - begun)
 
-        It logs a line. Whatever is raised in the block leaves it as an ApiError.
+    @asynccontextmanager
+    async def admitted(self, request: Request, body: Body) -> AsyncIterator[Asked]:
+        """Let a request in while the block lasts, and check and prepare what it asks.
+
+        Whatever is raised in the block leaves it as an ApiError.
         """
-        route, begun = f"{request.method} {request.url.path}", time.perf_counter()
         try:
             with self.gate.entered():
                 self.check_model(body.model)
                 asked = await self.gate.prepared(lambda: body.asked(self.engine, self.retriever))
-                asked = asked.salted(body.cache_salt)
-                async with Answers(self.engine, self.gate, asked) as answers:
-                    yield answers
-            _log(route, answers.finished, time.perf_counter() - begun)
+                yield asked.salted(body.cache_salt)
         except Exception as error:
             told = of_engine(error, body.prompt_field)
-            logger.info("%s: %d %s", route, told.status, told)
+            logger.info("%s: %d %s", _route(request), told.status, told)
             raise told from error
 
 
@@ -139,14 +150,18 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _log(route: str, answers: Sequence[Generation], seconds: float) -> None:
+def _route(request: Request) -> str:
+    return f"{request.method} {request.url.path}"
+
+
+def log_answers(request: Request, answers: Sequence[Generation], seconds: float) -> None:
     """Log a line of an answered request: no text, only what was reused and how long it took."""
     reports = [answer.report for answer in answers]
     reason, counts = reports[0].reason, ("prompt_tokens", "reused_tokens", "recomputed_tokens")
     logger.info(
         "%s: %d prompt tokens, %d reused, %d recomputed%s; %d answered; first token %.2f s, "
         "all %.2f s",
-        route,
+        _route(request),
         *(sum(getattr(report, name) for report in reports) for name in counts),
         f" ({reason.code.value})" if reason else "",
         sum(len(answer.token_ids) for answer in answers),

@@ -199,13 +199,15 @@ class Answering(Backend):
         *,
         config: BlendConfig | None = None,
         hints: Hints = (),
+        full: bool = False,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the same as stream, off the event loop; leaving the loop over it stops the work.
 
-        prompt, sampling, config, hints: as for generate; errors come at the first step.
+        prompt, sampling, config, hints: as for generate; errors come at the first step. full:
+        whether by ordinary prefill, as by generate_full.
         """
         request = await asyncio.to_thread(
-            self._request, prompt, sampling, config, hints, streamed=True
+            self._request, prompt, sampling, config, hints, streamed=True, full=full
         )
         async with aclosing(self._apieces(request)) as deltas:
             async for delta in deltas:
