@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from cacheblend_rag.api import errors
 from cacheblend_rag.api.chat import ChatRequest
@@ -20,7 +21,7 @@ from cacheblend_rag.api.jobs import jobs_router
 from cacheblend_rag.api.page import page_router
 from cacheblend_rag.api.responses import ResponseRequest
 from cacheblend_rag.api.serving import Serving
-from cacheblend_rag.engines.vllm.middleware.access import AccessMiddleware
+from cacheblend_rag.engines.vllm.middleware.access import OPEN_STATE, AccessMiddleware
 from cacheblend_rag.engines.vllm.middleware.keys import STORERS_STATE
 
 if TYPE_CHECKING:
@@ -61,7 +62,11 @@ def create_app(
     _add_facts(app, serving)
     _add_answers(app, serving)
     app.include_router(compare_router)
-    app.include_router(page_router(serving.name, has_collection=retriever is not None))
+    page = page_router(serving.name, has_collection=retriever is not None)
+    setattr(
+        app.state, OPEN_STATE, {one.path for one in page.routes if isinstance(one, Route)}
+    )
+    app.include_router(page)
     app.include_router(store_router)
     if documents:
         app.include_router(documents_router)

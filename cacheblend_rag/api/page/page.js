@@ -86,14 +86,14 @@ async function compare() {
   if (!asksCollection() && !passages.length) throw new Error(word("noPassages"));
   const { signal } = running;
   clear();
-  if (passages.length && !(await mayStore(passages, signal))) return;
+  if (passages.length) await storeIfAllowed(passages, signal);
   const content = passages.length ? [word("instruction"), ...passages, `${word("asks")} ${question}`].join("\n\n") : question;
   const body = { messages: [{ role: "user", content }], max_tokens: Number(at("tokens").value) || 48, temperature: 0 };
   if (!asksCollection()) body.retrieve = false;
   const answer = await send("POST", "v1/compare", body, signal);
   at("result").hidden = false;
   const reports = {}, texts = { full: "", blend: "" };
-  let ticking = null, ended = false;
+  let side = "", ticking = null, ended = false;
   try {
     for await (const told of events(answer)) {
       if (told.error) throw new Refused(0, told.error.message);
@@ -104,12 +104,13 @@ async function compare() {
         clearInterval(ticking);
         reports[told.side] = told.report;
         drawSide(told.side, reports);
-      } else if (!(told.side in texts) || texts[told.side] || told.text) {
-        texts[told.side] += told.text;
-        at(told.side).querySelector(".answer").textContent = texts[told.side];
+      } else if (told.side === side) {
+        texts[side] += told.text;
+        at(side).querySelector(".answer").textContent = texts[side];
       } else {
-        tell(word("answering", word(told.side)));
-        ticking = tick(told.side);
+        side = told.side; // its first event comes before its work
+        tell(word("answering", word(side)));
+        ticking = tick(side);
       }
     }
   } finally {
@@ -119,19 +120,19 @@ async function compare() {
   if (!ended) throw new Error(word("cutOff"));
   const ratio = reports.full.seconds.time_to_first_token / reports.blend.seconds.time_to_first_token;
   const same = texts.full === texts.blend ? "sameAnswer" : "otherAnswer";
-  at("verdict").textContent = `${word(reports.blend.blended ? "sooner" : "notBlended", ratio.toFixed(1))} ${word(same)}`;
+  const compared = ratio < 1 ? ["later", (1 / ratio).toFixed(1)] : ["sooner", ratio.toFixed(1)];
+  at("verdict").textContent = `${word(...(reports.blend.blended ? compared : ["notBlended"]))} ${word(same)}`;
   tell(word("done"));
 }
 
-/** Store passages; without the right to, tell so, and compare nevertheless. */
-async function mayStore(passages, signal) {
+/** Store passages; without the right to, say so, and let the comparison go on. */
+async function storeIfAllowed(passages, signal) {
   try {
     await store(passages, signal);
   } catch (error) {
     if (error.status !== 403 && error.status !== 404) throw error;
     show(`${word("notStored")} ${error.message}`);
   }
-  return true;
 }
 
 function clear() {
@@ -182,7 +183,7 @@ function drawPrompt({ tokens, explanation, sources }, report) {
   }
   parts.push({ from: done, to: tokens.length });
   const missing = explanation.chunks.filter((one) => one.start < 0).map((chunk) => drawPart(chunk, []));
-  at("parts").replaceChildren(...parts.filter((one) => one.from < one.to).map(({ from, to, chunk }) => drawPart(chunk, runs(tokens, fates, from, to))), ...missing);
+  at("parts").replaceChildren(...parts.filter(({ from, to, chunk }) => chunk || tokens.slice(from, to).join("").trim()).map(({ from, to, chunk }) => drawPart(chunk, runs(tokens, fates, from, to))), ...missing);
   at("summary").textContent = [explanation.summary, ...explanation.notes].join(" ");
   for (const fate of ["reused", "recomputed", "computed"]) {
     document.querySelector(`.legend .${fate} b`).textContent = count(report[`${fate}_tokens`]);

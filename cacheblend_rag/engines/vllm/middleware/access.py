@@ -36,9 +36,9 @@ from cacheblend_rag.engines.vllm.namespaces import carry, current
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import CacheBlendError
 
-HEALTH = "/health"
-OPEN_PATHS = frozenset({HEALTH, "/", "/page.css", "/page.js", "/words.js"})
-"""They need no key: the embedded server's page holds nothing secret."""
+OPEN_PATH = "/health"
+OPEN_STATE = "cacheblend_open_paths"
+"""The field of an application's state that holds further paths for everybody: of its page."""
 GRANT = "cacheblend_grant"
 """The field of a request's scope that holds what its key allows, a Grant."""
 FORM_PATHS = "/v1/audio/"
@@ -53,8 +53,8 @@ class AccessMiddleware:
     path; if vLLM has no key, none is needed, but only requests to this machine's loopback, to the
     host where vLLM listens and to those in CACHEBLEND_ALLOWED_HOSTS are passed, and only of their
     own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, the paths below STORERS_PATH need
-    it, and so do the jobs that change the store. OPEN_PATHS need no key, and neither do OPTIONS
-    requests, which browsers send first.
+    it, and so do the jobs that change the store. The path /health is always open, and so are
+    OPTIONS requests, which browsers send first, and those of OPEN_STATE.
 
     With CACHEBLEND_TENANTS, a file (see ``keys``), a key decides the namespace of its requests:
     those above are the namespace ``default``. Then a key is always needed.
@@ -94,7 +94,7 @@ class AccessMiddleware:
         """Return the access that a request's key grants; raises ApiError for a wrong one."""
         own, path = self._vllms_keys(request), _path(request)
         needs_key = bool(own) or self._keys.tenants is not None
-        if not needs_key and path != HEALTH:
+        if not needs_key and path != OPEN_PATH:
             _check_hosts(request)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         given = key.encode("latin-1") if scheme.lower() == "bearer" else b""
@@ -172,7 +172,8 @@ def _path(request: HTTPConnection) -> str:
 
 
 def _is_open(request: HTTPConnection) -> bool:
-    return _path(request) in OPEN_PATHS or request.scope.get("method") == "OPTIONS"
+    path, of_page = _path(request), getattr(request.app.state, OPEN_STATE, ())
+    return path == OPEN_PATH or path in of_page or request.scope.get("method") == "OPTIONS"
 
 
 def _check_hosts(request: HTTPConnection) -> None:

@@ -258,7 +258,7 @@ def test_only_so_many_large_bodies_are_held_at_a_time() -> None:
 
 
 def test_what_is_open_to_all_reads_no_body() -> None:
-    for path, method in ((access.HEALTH, "GET"), ("/v1/completions", "OPTIONS")):
+    for path, method in ((access.OPEN_PATH, "GET"), ("/v1/completions", "OPTIONS")):
         asked = Asked([b"[" * 100, b"[" * 100], path=path, method=method, keys=[ASK])
         assert asked.status is None, "nobody judged it"
 
