@@ -15,7 +15,7 @@ VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/famil
 	tests/engines/vllm tests/real/test_both_engines.py tests/examples/test_observed_server.py
 # Run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,test_load.py connector/test_kv_groups.py connector/test_gpu_defaults.py)
-PROGRAMS := redis-server nginx prometheus npm
+PROGRAMS := redis-server nginx prometheus npm chromium
 INTEGRATIONS := integrations/llama-index integrations/langchain
 .PHONY: help setup demo test test-core test-vllm test-integrations lint docs format $(PROGRAMS) $(INTEGRATIONS)
 
@@ -39,7 +39,7 @@ $(ENV)/.ready-vllm: $(ENV)/.ready
 	touch $@
 
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
-test-core: redis-server nginx npm setup ## run the tests that need no vLLM
+test-core: redis-server nginx npm chromium setup ## run the tests that need no vLLM
 	$(PYTEST) $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 test-vllm: $(PROGRAMS) setup $(ENV)/.ready-vllm ## run the tests on vLLM's CPU build
 	$(PYTEST) $(VLLM_CONTRACTS)

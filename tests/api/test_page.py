@@ -14,9 +14,12 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from cacheblend_rag import TransformersEngine
 from cacheblend_rag.api.app import create_app
+from cacheblend_rag.api.collection import Retriever
 from cacheblend_rag.api.page import FILES
+from cacheblend_rag.rag.answering import Asker
 from tests.api.scripted import ScriptedEngine
 from tests.api.test_over_http import listening
+from tests.cli.conftest import indexed, one_thread  # noqa: F401 - fixtures
 from tests.contracts.engine import CONFIG, embedded_model, tokenizer_with_template
 from tests.models import words
 
@@ -118,6 +121,29 @@ def test_both_answers_are_drawn_with_their_phases_and_tokens(page: Page, blendin
     expect(page.locator("#tiers tbody tr td").first).to_have_text("host")
     expect(page.locator("#tiers tbody tr td").nth(1)).to_have_text("3")
     assert is_narrow(page)
+
+
+def test_a_collection_is_asked_by_the_keyboard_and_its_sources_are_drawn(
+    page: Page,
+    indexed: Any,  # noqa: F811
+) -> None:
+    folder, asked = indexed
+    with Asker(folder) as asker:
+        app = create_app(asker.engine, retriever=Retriever(asker, top_k=2), documents=False)
+        with listening(app) as url:
+            page.goto(url)
+            expect(page.locator("#passages")).to_be_hidden()
+            page.focus("#from input")
+            page.keyboard.press("Tab")
+            page.keyboard.type(asked[0].question)
+            page.keyboard.press("Tab")
+            page.keyboard.press("Enter")
+            expect(page.locator("#status")).to_have_text("Done.")
+            assert page.locator("#sources li").count() == 2
+            page.locator("#sources summary").first.press("Enter")
+            expect(page.locator("#sources p").first).to_be_visible()
+            page.check("[value=passages]")
+            expect(page.locator("#passages")).to_be_visible()
 
 
 def test_a_passage_that_is_not_blended_says_why(page: Page, blending: str) -> None:
