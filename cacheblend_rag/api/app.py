@@ -63,9 +63,7 @@ def create_app(
     _add_answers(app, serving)
     app.include_router(compare_router)
     page = page_router(serving.name, has_collection=retriever is not None)
-    setattr(
-        app.state, OPEN_STATE, {one.path for one in page.routes if isinstance(one, Route)}
-    )
+    setattr(app.state, OPEN_STATE, {one.path for one in page.routes if isinstance(one, Route)})
     app.include_router(page)
     app.include_router(store_router)
     if documents:

@@ -16,7 +16,7 @@ from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.observe.explain import token_texts
 from cacheblend_rag.observe.explanation import Explanation
-from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.report import BlendReport
 
 compare_router = APIRouter(route_class=OneLineRoute)
 _turns = count()
@@ -47,30 +47,33 @@ async def _events(
             config = (asked.config or serving.engine.config).with_changes(reuse_prefix=False)
             blend = replace(asked, config=config)
             sides = [("full", replace(asked, full=True)), ("blend", blend)]
+            reports: dict[str, BlendReport] = {}
             for side, one in sides if next(_turns) % 2 == 0 else reversed(sides):
                 yield event({"side": side, "text": ""})
                 is_begun = True
                 async with Answers(serving.engine, serving.gate, one) as answers:
                     async for _, delta in answers:
                         yield event({"side": side, "text": delta.content})
-                yield event({"side": side, "report": answers.finished[0].report.to_dict()})
-            yield event(await _explained(serving, blend, config))
+                reports[side] = answers.finished[0].report
+                yield event({"side": side, "report": reports[side].to_dict()})
+            yield event(await _explained(serving, blend, reports["blend"]))
     except ApiError as error:
         if not is_begun:
             raise
         yield event(error.body())
 
 
-async def _explained(serving: Serving, blend: Asked, config: BlendConfig) -> dict[str, Any]:
-    """Blend once more, with a trace, which the timed blend does without."""
-    once = blend.sampling.with_changes(max_tokens=1)
-    traced = replace(blend, config=config.with_changes(trace=True), sampling=once)
+async def _explained(serving: Serving, blend: Asked, report: BlendReport) -> dict[str, Any]:
+    """Blend once more, with a trace, which the timed blend, whose report is given, does without."""
+    config = (blend.config or serving.engine.config).with_changes(trace=True)
+    traced = replace(blend, config=config, sampling=blend.sampling.with_changes(max_tokens=1))
     async with Answers(serving.engine, serving.gate, traced) as answers:
         async for _ in answers:
             pass
     (prompt,) = blend.prompts
+    told = replace(report, trace=answers.finished[0].report.trace)
     return {
         "tokens": token_texts(serving.engine.tokenizer, prompt),
-        "explanation": Explanation.of(answers.finished[0].report).to_dict(),
+        "explanation": Explanation.of(told).to_dict(),
         "sources": [source.to_dict() for source in blend.sources or ()],
     }

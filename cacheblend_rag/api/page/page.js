@@ -207,7 +207,10 @@ function drawPart(chunk, spans) {
   const part = made("div", "", chunk ? `part ${chunk.hit ? "hit" : "miss"}` : "part");
   part.dir = "auto";
   part.append(...spans);
-  if (!chunk) return part;
+  if (!chunk) {
+    part.firstChild.textContent = part.firstChild.textContent.trimStart();
+    return part;
+  }
   const title = made("h3", `${chunk.document_id ?? chunk.chunk_id.slice(0, 12)} · `);
   title.append(made("b", word(chunk.hit ? "hit" : "miss")), made("span", ` · ${chunk.why}`));
   title.lastChild.classList.add("why");
