@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag import BlendConfig, Document, TransformersEngine
+from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.transformers.loading import GivenModel
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
@@ -91,9 +91,10 @@ class Victim:
     def _is_fooled(self, attack: Attack, ratio: float, hints: list[str], full: bool) -> bool:
         encode = self.engine.tokenizer.encode
         answers = [encode(answer, add_special_tokens=False) for answer in attack.answers]
-        scores = self.engine.score_each(
+        _, scores = self.engine.generate_and_score(
             self._prompt.render([Turn(attack.question, (attack.text,))]),
-            answers,
+            SamplingParams.greedy(max_tokens=1),
+            lambda _: answers,
             config=self.engine.config.with_ratio(ratio),
             hints=hints,
             full=full,

@@ -338,29 +338,12 @@ class TransformersEngine(Engine):
             ConfigError: when there is no token to score, or ``config`` does not suit the model.
             OutOfMemoryError: when there is no memory for it.
         """
-        return self.score_each(prompt, [continuation], config=config, hints=hints, full=full)[0]
-
-    def score_each(
-        self,
-        prompt: PromptLike,
-        continuations: Sequence[Sequence[int]],
-        *,
-        config: BlendConfig | None = None,
-        hints: Hints = (),
-        full: bool = False,
-    ) -> tuple[ContinuationScore, ...]:
-        """Return the scores of several given answers after one prefill, each as if it were alone.
-
-        prompt, config, hints, full: as for score. continuations: the answers' tokens.
-        """
-        request = self._request(prompt, None, config, hints, steered=False, full=full)
-        check_scored(len(request.prepared.token_ids), continuations, self.context_window)
-
-        def prefill_and_score() -> Work[tuple[ContinuationScore, ...]]:
-            renewed, prefilled = yield from self._prefilled(request)
-            return (yield from self._scores(renewed, prefilled, continuations))
-
-        return self._run(request, prefill_and_score())
+        prepared, one = self.prepare(prompt, hints), SamplingParams.greedy(max_tokens=1)
+        check_scored(len(prepared.token_ids), [continuation], self.context_window)
+        _, (score,) = self.generate_and_score(
+            prepared, one, lambda _: [continuation], config=config, full=full
+        )
+        return score
 
     def generate_and_score(
         self,
@@ -379,30 +362,21 @@ class TransformersEngine(Engine):
         """
 
         def answer_and_score() -> Work[tuple[Generation, tuple[ContinuationScore, ...]]]:
-            renewed, prefilled = yield from self._prefilled(request)
-            tell = partial(self._answered, renewed, hooks=False)
+            work = self._prefill(request)
+            prefilled = yield from work.run()
+            if prefilled is None:
+                raise ConfigError(CLOSED)
+            tell = partial(self._answered, work.request, hooks=False)
             last = yield from self._decoded(
-                renewed, decodable(prefilled), self._ordinary, lambda _: None, tell
+                work.request, decodable(prefilled), self._ordinary, lambda _: None, tell
             )
             told = cast(Generation, last.generation)
             answers = continuations(told)
             check_scored(told.prompt_tokens, answers, self.context_window)
-            return told, (yield from self._scores(renewed, prefilled, answers))
+            return told, (yield from self._scores(work.request, prefilled, answers))
 
         request = self._request(prompt, sampling, config, hints, steered=False, full=full)
-        return self._run(request, answer_and_score())
-
-    def _run(self, request: Request, work: Work[T]) -> T:
-        """Do a request's work, without after-answer hooks."""
-        return self._loop.run(self._with_room(request, work), request.cancel)
-
-    def _prefilled(self, request: Request) -> Work[tuple[Request, Prefilled]]:
-        """Prefill a request, and return it as it was served; raises ConfigError once closed."""
-        work = self._prefill(request)
-        prefilled = yield from work.run()
-        if prefilled is None:
-            raise ConfigError(CLOSED)
-        return work.request, prefilled
+        return self._loop.run(self._with_room(request, answer_and_score()), request.cancel)
 
     def _scores(
         self, request: Request, prefilled: Prefilled, answers: Sequence[Sequence[int]]
