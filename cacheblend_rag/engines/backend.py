@@ -104,9 +104,6 @@ class Backend(ABC):
         """Bytes of one token's KV; 0 if unknown."""
         return 0
 
-    def _refresh(self) -> None:  # noqa: B027 - most engines' models do not change
-        """Detect changes of the model; called before keys are computed."""
-
     # Requests
 
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
@@ -259,14 +256,12 @@ class Family:
     """What an engine and its siblings have in common.
 
     identity: of their model. activity: counts the running requests of all of them. idle_queues: of
-    all of them, held weakly. fingerprint_hook: called with each of them and its fingerprint
-    whenever that changes.
+    all of them, held weakly.
     """
 
     identity: Mapping[str, Any]
     activity: Activity = field(default_factory=Activity)
     idle_queues: WeakSet[IdleQueue] = field(default_factory=WeakSet)
-    fingerprint_hook: Callable[[Any, str], None] = lambda _engine, _fingerprint: None
 
     def close_idle_queues(self) -> None:
         """End the idle work of all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Self
 from weakref import proxy
@@ -103,20 +103,8 @@ class Engine(Indexing, Answering):
 
     @property
     def fingerprint(self) -> str:
-        """The hash that is part of all KV keys: model, tokenizer, lead-in, namespace.
-
-        It changes if the model changes while the engine is open.
-        """
-        self._refresh()
+        """The hash that is part of all KV keys: model, tokenizer, lead-in, namespace."""
         return self._led.fingerprint
-
-    def watch_fingerprint(self, hook: Callable[[Engine, str], None]) -> None:
-        """Call a hook with this engine and its fingerprint, now and whenever that changes.
-
-        It replaces an earlier hook. Siblings call it, too. It must not read ``fingerprint``.
-        """
-        fingerprint, self._family.fingerprint_hook = self.fingerprint, hook
-        hook(self, fingerprint)
 
     @property
     def has_chat_template(self) -> bool:
@@ -155,7 +143,6 @@ class Engine(Indexing, Answering):
 
     def key(self, chunk: Chunk) -> KVKey:
         """Return the key of a chunk's KV."""
-        self._refresh()
         return self._led.key(chunk)
 
     # Quality, and what follows answers
@@ -244,7 +231,6 @@ class Engine(Indexing, Answering):
             guard=self.guard,
         )
         younger._settle(setup)
-        self._family.fingerprint_hook(younger, younger._led.fingerprint)
         return younger
 
     def close(self) -> None:
@@ -261,9 +247,3 @@ class Engine(Indexing, Answering):
     def _is_idle(self) -> bool:
         """Whether no request is running; called before each step of idle work."""
         return self._family.activity.is_idle
-
-    def _identify(self, identity: Mapping[str, Any]) -> None:
-        """Switch to another identity of the model (``model_identity``)."""
-        self._family.identity = identity
-        self._led.identify(identity)
-        self._family.fingerprint_hook(self, self._led.fingerprint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +137,7 @@ def open_transformers(config: EngineConfig) -> Engine:
         **_common(config),
     )
     if config.store.kv_path is not None and not config.store.read_only:
-        engine.watch_fingerprint(partial(put_label, Path(config.store.kv_path)))
+        put_label(Path(config.store.kv_path), engine)
     return engine
 
 

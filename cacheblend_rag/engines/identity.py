@@ -162,9 +162,9 @@ class Label(BaseModel, frozen=True, extra="forbid"):
     lead_in: LeadInConfig
 
 
-def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
+def put_label(store: Path, engine: Engine) -> None:
     """Record the label of an engine's fingerprint; failures are logged and ignored."""
-    path = store / FOLDER / f"{fingerprint}.json"
+    path = store / FOLDER / f"{engine.fingerprint}.json"
     label = Label(model=engine.model_name, dtype=engine.dtype or "", lead_in=engine.lead_in)
     try:
         if not path.exists():

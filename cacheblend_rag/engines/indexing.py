@@ -105,7 +105,6 @@ class Indexing(Backend):
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks, and documents by their ids, into the fastest tier."""
         self._lifetime.check()
-        self._refresh()
         if keys := self._known.hinted(hints):
             self._prefetch(keys)
 
@@ -161,7 +160,6 @@ class Indexing(Backend):
         self._lifetime.check()
         if self.read_only:
             raise StoreError(READ_ONLY)
-        self._refresh()
 
     def _watch_registry(self) -> None:
         """Drop the KV of chunks that another writer forgets."""
@@ -232,7 +230,6 @@ class Indexing(Backend):
     def _fill_missed(self, chunks: Sequence[Chunk]) -> Generator[PrecomputeReport]:
         """Store chunks in idle time, except those that are forgotten before or meanwhile."""
         with working():
-            self._refresh()
             known = [chunk for chunk in chunks if self._known.has(chunk)]
             refusal = self._storing_refusal() if known else None
             plans, done = self._admitted(known, refusal)

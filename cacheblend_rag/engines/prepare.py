@@ -153,19 +153,6 @@ class PreparedPrompt:
         parts = tuple(part for part in found if not any(shared(part, one) for one in placed))
         return replace(self, encoded=encoded, placed=placed, found=parts)
 
-    def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
-        """Return the prompt with its chunks' keys for another fingerprint of the model.
-
-        What was found by its tokens is another model's KV, and left out.
-        """
-        if fingerprint == self.prepared_for.fingerprint:
-            return self
-        placed = tuple(
-            replace(chunk, key=replace(chunk.key, fingerprint=fingerprint)) for chunk in self.placed
-        )
-        now = replace(self.prepared_for, fingerprint=fingerprint)
-        return replace(self, prepared_for=now, placed=placed, found=())
-
 
 PromptLike = str | BlendPrompt | ChatPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
 """A prompt text, ready segments, chat messages (rendered by the model's chat template), with tools

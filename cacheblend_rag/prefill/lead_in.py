@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -130,27 +130,15 @@ class LeadIn:
         self.tokens = self._lead_tokens(instruction)
         self.namespace = namespace
         self._windows: dict[Context, DocumentWindow] = {}
-        self.fingerprints: tuple[str, ...] = ()
-        self.identify(identity)
+        self.identity = identity
+        self.fingerprint = self.id.fingerprint(identity, namespace)
+        self.key = lru_cache(CACHED_KEYS)(self._key)
 
     @property
     def id(self) -> LeadInId:
         """What tells this lead-in from others."""
         window = self.window if self.name == "document" else 0
         return LeadInId(self.name, chunk_id(self.tokens), window)
-
-    def identify(self, identity: Mapping[str, Any]) -> None:
-        """Use the keys of a model with this identity from now on.
-
-        ``fingerprints`` holds those of all identities so far.
-        """
-        self.identity = identity
-        self.fingerprint = self.id.fingerprint(identity, self.namespace)
-        if self.fingerprint not in self.fingerprints:
-            self.fingerprints = (*self.fingerprints, self.fingerprint)
-        # A new cache: a thread that still computes a key of the old identity cannot put it into
-        # the cache of the new one.
-        self.key = lru_cache(CACHED_KEYS)(partial(self._key, self.fingerprint))
 
     def resolve(self, chunk: Chunk) -> ChunkPlan:
         """Return the chunk's tokens, its lead-in and its key."""
@@ -181,10 +169,10 @@ class LeadIn:
         is_rendered = begins_as_rendered(instruction, self.encoder.tokenizer)
         return self.encoder.leading(instruction, opens=not is_rendered)
 
-    def _key(self, fingerprint: str, chunk: Chunk) -> KVKey:
+    def _key(self, chunk: Chunk) -> KVKey:
         own = chunk_id(self.encoder.chunk(chunk.text))
         context = self._context(chunk) if self.name == "document" else ()
-        return KVKey(own, fingerprint, chunk_id(context) if context else "")
+        return KVKey(own, self.fingerprint, chunk_id(context) if context else "")
 
     def _piece(self, text: str) -> TokenIds:
         """Return the tokens of a piece that is followed by more of its document."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.engines.lifetime import working
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import Computed, NoRoom, or_no_room
@@ -21,8 +21,8 @@ from cacheblend_rag.report import PrecomputeReport
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 8192
-MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
-"""The reason for chunks that were computed while adapters or weights were changed."""
+MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model has changed")
+"""The reason for chunks of a model whose weights or adapters are not those it was opened with."""
 
 
 def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Computed:
@@ -77,11 +77,11 @@ def store_computed(
     store: TieredKVStore,
     plans: Sequence[ChunkPlan],
     steps: Computed,
-    is_current: Callable[[KVKey], bool],
+    is_current: Callable[[], bool],
 ) -> Generator[PrecomputeReport]:
     """Run the steps that compute chunks, and store each chunk; yields after each step.
 
-    is_current: whether the model is still the one that a key is for.
+    is_current: returns whether the model is still as it was opened.
     """
     yield PrecomputeReport(skipped=sum(store.contains_many([plan.key for plan in plans])))
     for computed in steps:
@@ -95,7 +95,7 @@ def store_computed(
             continue
         plan, kv = computed
         with working():
-            put = store.put(plan.key, kv) if is_current(plan.key) else None
+            put = store.put(plan.key, kv) if is_current() else None
         if put is None:
             yield PrecomputeReport(refused={MODEL_CHANGED: 1})
         elif put.refusal:

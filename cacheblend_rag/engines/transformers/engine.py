@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,7 +29,11 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams, warn_of_ignored
 from cacheblend_rag.engines.stored_chunks import StoredChunks, finder_of
 from cacheblend_rag.engines.stream import Stream, Take
-from cacheblend_rag.engines.transformers.batches import compute_batches, store_computed
+from cacheblend_rag.engines.transformers.batches import (
+    MODEL_CHANGED,
+    compute_batches,
+    store_computed,
+)
 from cacheblend_rag.engines.transformers.decoding import Decoding, eos_token_ids
 from cacheblend_rag.engines.transformers.guiding import Guides
 from cacheblend_rag.engines.transformers.loading import GivenModel
@@ -45,7 +48,7 @@ from cacheblend_rag.engines.transformers.prefill import (
     forced_log_probs,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
+from cacheblend_rag.engines.transformers.watched_model import WatchedModel
 from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
@@ -103,8 +106,9 @@ class TransformersEngine(Engine):
         Args:
             model: a name (``smollm2``, a GGUF file, a folder in hub format, a hub name),
                 or a loaded causal language model, also one in a wrapper (PEFT's, or what
-                ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
-                stored separately for each. Compiled parts are run uncompiled.
+                ``torch.compile`` gives). An engine is for the weights and active adapters that it
+                has now, and refuses requests while it has others. Compiled parts are run
+                uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
             config: the default for requests without one.
             store: where chunk KV is kept; by default 4 GiB of host memory.
@@ -136,7 +140,8 @@ class TransformersEngine(Engine):
         self._watched = WatchedModel(self.model, self._loop, self.store, name=given.loaded_by)
         self.prefixes = Prefixes(self.store, namespace)
         self.namespace = namespace
-        self._take(self._watched.tried())
+        self._tried = tried = self._watched.tried
+        self._stack, self._ordinary = tried.stack, tried.ordinary
         self._check_config(config)
         self._eos = eos_token_ids(self.model, given.tokenizer)
         width = max(self.model.config.get_text_config().vocab_size, len(given.tokenizer))
@@ -165,23 +170,6 @@ class TransformersEngine(Engine):
             keeps_exact=self.store.precision == "native",
         )
         finalize(self, self._finder.close)
-
-    def _take(self, tried: TriedModel) -> None:
-        """Use the stack and the ordinary prefill of a tested model."""
-        self._tried = tried
-        self._stack, self._ordinary = tried.stack, tried.ordinary
-
-    def _refresh(self) -> None:
-        """Detect changes of the model's weights and adapters."""
-        if self._watched.tried() is not self._tried:
-            self._loop.call(self._renew)
-
-    def _renew(self) -> None:
-        """Use a changed model, under another fingerprint; in the loop, where nothing uses it."""
-        tried = self._watched.tried()
-        if tried is not self._tried:
-            self._identify(tried.identity)
-            self._take(tried)  # at last: other threads see by it that all is done
 
     # Facts
 
@@ -219,6 +207,7 @@ class TransformersEngine(Engine):
         return 0 if self._stack is None else FusedKV.bytes_for(self._stack.geometry, 1)
 
     def _check_config(self, config: BlendConfig) -> None:
+        self._watched.check()
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
 
@@ -261,8 +250,9 @@ class TransformersEngine(Engine):
         )
 
     def _prefill(self, request: Request) -> Prefill:
-        """Return the prefill of a request, for the model's current state."""
-        return Prefill(self._renewed(request), self._tried, self.store, self.prefixes)
+        """Return the prefill of a request; raises ConfigError when the model has changed."""
+        self._watched.check()
+        return Prefill(request, self._tried, self.store, self.prefixes)
 
     def _answer(self, request: Request, push: Take[Delta]) -> Work[Delta]:
         """Push text as it becomes final; returns the last piece, which is pushed, too."""
@@ -282,20 +272,18 @@ class TransformersEngine(Engine):
     def _keep(self, work: Prefill, prefilled: Prefilled) -> None:
         """Queue a finished request's KV for the store, unless the model has changed."""
         with suppress(CacheBlendError):
-            self._refresh()
-            if work.tried is self._tried:
+            if self._watched.is_current:
                 prompt = work.request.prepared
                 is_known = prompt.prepared_for.generation == self.registry.generation
                 work.keep(prefilled, whole=is_known)
                 if is_known and self.fill_on_miss and (again := work.again()):
-                    steps = partial(type(self)._compute, proxy(self), again, work.tried)
+                    steps = partial(type(self)._compute, proxy(self), again)
                     self._idle.add(IdleJob("prefix", steps, priority=-1, most=MOST_WAITING))
 
-    def _compute(self, work: Prefill, tried: TriedModel) -> Generator[None]:
+    def _compute(self, work: Prefill) -> Generator[None]:
         """Compute and keep what several prompts began with, a layer at a time."""
         prefilled = yield from self._loop.stepwise(work.run())
-        self._refresh()
-        if prefilled is not None and tried is self._tried:
+        if prefilled is not None and self._watched.is_current:
             work.keep(prefilled, whole=True)
             self.prefixes.drain()
 
@@ -394,16 +382,7 @@ class TransformersEngine(Engine):
         """As every engine; None also if adapters or weights change meanwhile."""
         work = self._prefill(request)
         done = yield from self._loop.stepwise(work.compare(compared))
-        self._refresh()
-        return done if work.tried is self._tried else None
-
-    def _renewed(self, request: Request) -> Request:
-        """Return a request with its chunks' keys for the model's current state.
-
-        Adapters may have been changed after it was prepared.
-        """
-        self._refresh()
-        return replace(request, prepared=request.prepared.with_fingerprint(self._led.fingerprint))
+        return done if self._watched.is_current else None
 
     # The store's operations
 
@@ -433,7 +412,7 @@ class TransformersEngine(Engine):
             conversation: the key of the one whose turns they are, or "".
             when_idle: whether one layer of one chunk at a time, while nothing else wants the model.
         """
-        stack, tried = cast(TransformersStack, self._stack), self._tried
+        stack = cast(TransformersStack, self._stack)
         self.found_chunks.learn(plans, lead_in, conversation)
 
         def alone(chunks: list[ChunkPlan]) -> Computed:
@@ -441,15 +420,16 @@ class TransformersEngine(Engine):
                 return compute_one_by_one(stack, chunks, self.store)
             return compute_batches(stack, chunks)
 
-        def is_current(_: KVKey) -> bool:
-            self._refresh()
-            return self._tried is tried
-
         in_document = lead_in.name == "document"
         steps = compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True
         )
-        return store_computed(self.store, plans, self._loop.each(steps, idle=when_idle), is_current)
+        made = self._loop.each(steps, idle=when_idle)
+        return store_computed(self.store, plans, made, lambda: self._watched.is_current)
+
+    def _storing_refusal(self) -> Reason | None:
+        changed = None if self._watched.is_current else MODEL_CHANGED
+        return super()._storing_refusal() or changed
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return dict(self.store.unreadable(keys))
@@ -458,7 +438,7 @@ class TransformersEngine(Engine):
         self.store.prefetch(keys)
 
     def _evict(self, keys: Sequence[KVKey]) -> Evicted:
-        return self.evict_stored(self._of_all_states(keys), self._led.id)
+        return self.evict_stored(keys, self._led.id)
 
     def _evict_turns(self, keys: Sequence[KVKey], conversation: str) -> int:
         return int(self.evict_stored(keys, self._led.id, conversation))
@@ -492,12 +472,7 @@ class TransformersEngine(Engine):
         self.found_chunks.forget(keys, self._led.id)
         if keys:
             self.prefixes.passages.drop(self.store)
-        self.store.forget(self._of_all_states(keys))
-
-    def _of_all_states(self, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Return keys together with those of the same chunks under the adapters used so far."""
-        fingerprints = self._led.fingerprints
-        return [replace(key, fingerprint=each) for key in keys for each in fingerprints]
+        self.store.forget(keys)
 
     def stored(self, keys: Sequence[KVKey]) -> Sequence[bool | None]:
         """Return for each key whether its KV is stored; None if a tier that fails may hold it."""

@@ -1,4 +1,4 @@
-"""A model that is tested when it is loaded, and again whenever its weights or adapters change.
+"""A model that is tested when it is loaded, and refused once its weights or adapters change.
 
 PEFT is not imported. A layer with PEFT's adapters (LoRA and the like) is recognized by its
 attributes: it names its containers of adapters (``adapter_layer_names``), which adapters are
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,11 @@ from transformers import PreTrainedModel
 from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_hash, weights_in_files
-from cacheblend_rag.engines.transformers.loading import prepare
 from cacheblend_rag.engines.transformers.loop import ModelLoop
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.trial import find_ordinary_prefill, open_stack
-from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.models import resolve
 from cacheblend_rag.prefill.policy import Controller, Rates
@@ -36,8 +36,6 @@ from cacheblend_rag.reason import Reason
 
 logger = logging.getLogger(__name__)
 
-KEPT_TRIALS = 32
-"""How many combinations of adapters have their test results kept."""
 PLAIN = (bool, int, float, str)
 
 
@@ -58,9 +56,9 @@ class TriedModel:
 
 
 class WatchedModel:
-    """A model, with the test result for its current state.
+    """A model that was tested, and is watched from then on.
 
-    Engines that share the model's store share this.
+    tried: the result of the test.
     """
 
     def __init__(
@@ -76,71 +74,54 @@ class WatchedModel:
         loop: runs the model. store: where its KV is kept. name: by which it was loaded, if it
         was. Raises ConfigError when it cannot be run.
         """
-        self.model = model
-        self._loop, self._rates = loop, Rates()
-        self._precision, self._speeds = store.precision, store.speeds
-        self._trials: dict[Hashable, TriedModel] = {}
-        loop.call(
-            lambda: self._use(ModelState.of(model), self._try(_hash_in_files(name, model.dtype)))
-        )
+        self._model, self._loop = model, loop
+        weights = _hash_in_files(name, model.dtype)
+        self.tried = loop.call(lambda: _try(model, store, weights))
+        self._state = loop.call(lambda: ModelState.of(model))
 
-    def tried(self) -> TriedModel:
-        """Return the test result for the model's current state; tests it again if it changed.
+    @property
+    def is_current(self) -> bool:
+        """Whether weights and active adapters are those that were tested."""
+        # While a layer is run its weights may be replaced for a moment: look again between steps.
+        return self._is_same() or self._loop.call(self._is_same)
 
-        Raises ConfigError when it can no longer be run.
-        """
-        if not self._is_current(ModelState.of(self.model)):
-            # While a layer is run its weights may be loaded for a moment: look between steps.
-            self._loop.call(self._look_again)
-        return self._tried
+    def check(self) -> None:
+        """Raise ConfigError when the model is not as it was tested."""
+        if not self.is_current:
+            raise ConfigError(
+                "the model's weights or active adapters have changed: activate those that it had, "
+                "or open another engine with it"
+            )
 
-    def _is_current(self, now: ModelState) -> bool:
-        return now.adapters == self._state.adapters and now.has_weights_of(self._state)
+    def _is_same(self) -> bool:
+        return ModelState.of(self._model).equals(self._state)
 
-    def _look_again(self) -> None:
-        now = ModelState.of(self.model)
-        if self._is_current(now):
-            return
-        if now.has_weights_of(self._state):
-            logger.info("the active adapters have changed: their KV is stored separately")
-        else:
-            logger.warning("the model's weights have changed: its KV is now stored separately")
-            self._trials.clear()
-        prepare(self.model)
-        now = ModelState.of(self.model)
-        known = self._trials.pop(now.adapters) if now.adapters in self._trials else self._try()
-        self._use(now, known)
 
-    def _use(self, state: ModelState, tried: TriedModel) -> None:
-        self._state, self._tried = state, tried
-        self._trials[state.adapters] = tried
-        if len(self._trials) > KEPT_TRIALS:
-            del self._trials[next(iter(self._trials))]
+@torch.no_grad()
+def _try(model: PreTrainedModel, store: TieredKVStore, weights: str | None) -> TriedModel:
+    """Find out how a model is run, and whether it can be blended.
 
-    @torch.no_grad()
-    def _try(self, weights: str | None = None) -> TriedModel:
-        """Find out how the model is run, and whether it can be blended.
-
-        weights: their hash, if it is known.
-        """
-        weights = weights or hash_in_memory(self.model, self.model.dtype)
-        with without_cudnn():
-            try:
-                stack = open_stack(self.model)
-                ordinary = find_ordinary_prefill(self.model, stack)
-            except UnsupportedModelError as error:
-                logger.warning("blending is off for this model: %s", error)
-                ordinary = find_ordinary_prefill(self.model, None)
-                return TriedModel(self._identity(weights), ordinary, None, None, error.reason)
-            vocabulary = int(self.model.config.get_text_config().vocab_size)
-            keys = key_traits(stack, trial_tokens(vocabulary, stack.geometry.device))
-            controller = Controller(stack.costs, self._rates, self._speeds)
-            return TriedModel(self._identity(weights, keys), ordinary, stack, controller, None)
-
-    def _identity(self, weights: str, keys: Sequence[int] = ()) -> dict[str, Any]:
-        """Return everything that KV of the model depends on."""
-        model, precision = self.model, self._precision
-        return model_identity(weights, model.config, model.dtype, keys=keys, precision=precision)
+    weights: their hash, if it is known.
+    """
+    identity = partial(
+        model_identity,
+        weights or hash_in_memory(model, model.dtype),
+        model.config,
+        model.dtype,
+        precision=store.precision,
+    )
+    with without_cudnn():
+        try:
+            stack = open_stack(model)
+            ordinary = find_ordinary_prefill(model, stack)
+        except UnsupportedModelError as error:
+            logger.warning("blending is off for this model: %s", error)
+            ordinary = find_ordinary_prefill(model, None)
+            return TriedModel(identity(keys=()), ordinary, None, None, error.reason)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        keys = key_traits(stack, trial_tokens(vocabulary, stack.geometry.device))
+        controller = Controller(stack.costs, Rates(), store.speeds)
+        return TriedModel(identity(keys=keys), ordinary, stack, controller, None)
 
 
 def _hash_in_files(name: str | Path | None, dtype: torch.dtype) -> str | None:
@@ -165,12 +146,11 @@ class ModelState:
     """What shows that a model's weights or adapters have changed.
 
     tensors: its weights. stamps: its modules, each weight's version counter and address, and the
-    adapters merged into each layer. adapters: the active ones, with their settings, by layer.
+    adapters of each layer: those merged into it, and the active ones with their settings.
     """
 
     tensors: tuple[ReferenceType[Tensor], ...]
     stamps: tuple[Hashable, ...]
-    adapters: tuple[Hashable, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -188,11 +168,11 @@ class ModelState:
             tuple((name, *_settings(layer, name).items()) for name in _active(layer))
             for layer in adapted
         ]
-        stamps = (*map(id, modules), *map(_stamp, tensors), *merged)
-        return cls(tuple(map(ref, tensors)), stamps, tuple(active))
+        stamps = (*map(id, modules), *map(_stamp, tensors), *merged, *active)
+        return cls(tuple(map(ref, tensors)), stamps)
 
-    def has_weights_of(self, other: ModelState) -> bool:
-        """Whether modules and weights are those of another state; active adapters may differ."""
+    def equals(self, other: ModelState) -> bool:
+        """Whether modules, weights and active adapters are those of another state."""
         return self.stamps == other.stamps and all(map(is_, self.tensors, other.tensors))
 
 

@@ -1,4 +1,4 @@
-"""KV is stored apart for each adapter, weight and setting in effect, also when they change."""
+"""An engine is for the weights and adapters that it was opened with, and refuses others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag import Chunk, ConfigError, SamplingParams, TieredKVStore
 from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers.batches import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
@@ -77,44 +77,53 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_living_engine_goes_by_the_model_as_it_is(
+def test_an_engine_is_for_the_model_as_it_was_opened(
     change: str, peft: Any, make_engine: EngineFactory
 ) -> None:
     store = TieredKVStore.open()
     engine = make_engine(with_model=peft, store=store, recompute_ratio=0.0)
     engine.precompute(CHUNKS, progress=False)
-    before = engine.fingerprint
     assert engine.generate(PROMPT, GREEDY).report.reused_tokens == 60
     CHANGES[change](peft)
-    missed = engine.generate(PROMPT, GREEDY)
-    assert {chunk.reason for chunk in missed.report.chunks} == {"other model"}
-    assert missed.token_ids == engine.generate_full(PROMPT, GREEDY).token_ids
-    assert engine.fingerprint != before
-    assert engine.precompute(CHUNKS, progress=False).computed == 2
-    anew = make_engine(with_model=peft, recompute_ratio=0.0)
-    anew.precompute(CHUNKS, progress=False)
-    reused = engine.generate(PROMPT, GREEDY)
+    for ask in (engine.generate, engine.generate_full):
+        with pytest.raises(ConfigError, match="or open another engine with it"):
+            ask(PROMPT, GREEDY)
+    assert engine.precompute(["w1 w2"], progress=False).refused == {MODEL_CHANGED: 1}
+    anew = make_engine(with_model=peft, store=store, recompute_ratio=0.0)
+    assert anew.fingerprint != engine.fingerprint
+    assert anew.precompute(CHUNKS, progress=False).computed == 2
+    reused = anew.generate(PROMPT, GREEDY)
     assert reused.report.reused_tokens == 60
-    assert reused.token_ids == anew.generate(PROMPT, GREEDY).token_ids
-    assert engine.fingerprint == anew.fingerprint
+
+
+def test_each_adapter_has_an_engine_which_answers_while_it_is_active(
+    peft: Any, make_engine: EngineFactory
+) -> None:
+    store, told = TieredKVStore.open(), {}
+    for name in ("b", "default"):
+        peft.set_adapter(name)
+        engine = make_engine(with_model=peft, store=store, recompute_ratio=0.0)
+        engine.precompute(CHUNKS, progress=False)
+        told[name] = engine, engine.generate(PROMPT, GREEDY).token_ids
+    for name, (engine, wanted) in told.items():
+        peft.set_adapter(name)
+        answer = engine.generate(PROMPT, GREEDY)
+        assert (answer.token_ids, answer.report.reused_tokens) == (wanted, 60)
 
 
 def test_adapters_loaded_by_transformers_itself(make_engine: EngineFactory) -> None:
     model = make_model()
-    engine = make_engine(with_model=model, recompute_ratio=0.0)
-    engine.precompute(CHUNKS, progress=False)
-    plain = engine.fingerprint
+    plain = make_engine(with_model=model)
     torch.manual_seed(3)
     model.add_adapter(CONFIG, adapter_name="default")
-    assert engine.generate(PROMPT, GREEDY).report.reused_tokens == 0
+    with pytest.raises(ConfigError, match="active adapters have changed"):
+        plain.generate(PROMPT, GREEDY)
     other = make_model()
     torch.manual_seed(3)
-    assert engine.fingerprint == make_engine(with_model=get_peft_model(other, CONFIG)).fingerprint
-    with_adapter = engine.fingerprint
-    assert with_adapter != plain
+    with_adapter = make_engine(with_model=model).fingerprint
+    assert with_adapter == make_engine(with_model=get_peft_model(other, CONFIG)).fingerprint
     model.disable_adapters()
-    assert engine.fingerprint != with_adapter
-    assert engine.generate(PROMPT, GREEDY).report.reused_tokens == 0
+    assert make_engine(with_model=model).fingerprint != with_adapter
 
 
 def test_what_is_computed_while_the_model_changes_is_not_stored(
@@ -131,16 +140,4 @@ def test_what_is_computed_while_the_model_changes_is_not_stored(
     monkeypatch.setattr(engine_module, "compute_chunks", changing)
     report = engine.precompute(CHUNKS, progress=False)
     assert (report.computed, dict(report.refused)) == (0, {MODEL_CHANGED: 2})
-    assert not list(engine.store.entries())
-
-
-def test_a_document_is_forgotten_under_all_adapters(peft: Any, make_engine: EngineFactory) -> None:
-    from cacheblend_rag import Document
-
-    engine = make_engine(with_model=peft)
-    for adapter in ("default", "b"):
-        peft.set_adapter(adapter)
-        engine.precompute([Document("d", ("w1 w2", "w3 w4"))], progress=False)
-    assert len(list(engine.store.entries())) == 4
-    assert engine.evict_document("d") == 2, "a chunk counts once"
     assert not list(engine.store.entries())
