@@ -284,22 +284,6 @@ def opened(places: Sequence[str], *, read_only: bool = False) -> Iterator[OpenSt
         raise StoreError(f"{kv_path or urls[0]}: {error}") from error
 
 
-def examine_store(path: Path) -> dict[str, Any]:
-    """Read every object of a store; damaged ones are counted and left in place.
-
-    Returns plain JSON values. Raises StoreError when the folder is no store or cannot be used.
-    """
-    with opened([str(path)]) as found:
-        report, held = found.store.verify(), found.store.entries()
-    return {
-        "path": str(path),
-        "problem": None,
-        "entries": report.checked,
-        "bytes": sum(entry.nbytes for entry in held.values()),
-        "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
-    }
-
-
 def copy(
     source: str,
     target: str,

@@ -1,8 +1,8 @@
-"""``cacheblend-rag doctor``: checks versions, devices, models, stores, servers and requests."""
+"""``cacheblend-rag doctor``: checks versions, devices, models, servers and requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,6 @@ import typer
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.cli.named_settings import SetOption, engine_options
 from cacheblend_rag.cli.one_request import opened_prompt, opened_question
-from cacheblend_rag.cli.verify import verified
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import environment
@@ -20,9 +19,6 @@ from cacheblend_rag.settings.options import check_server_url
 
 if TYPE_CHECKING:
     from cacheblend_rag.observe.doctor import Diagnosis
-
-OF_A_MODEL = {"profile", "blend", "device", "dtype"}
-"""Settings of a request with which `verify` checks its model, too."""
 
 
 def doctor_command(
@@ -51,17 +47,14 @@ def doctor_command(
     question: Annotated[
         str | None, typer.Option("--question", "-q", help="Run a question to a collection.")
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="With a request: run `verify` on its model, too.")
-    ] = False,
     settings: SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Check versions, devices, a model and a store, or a server; exit code 1 if it cannot blend.
+    """Check versions, devices and a model, or a server; exit code 1 if it cannot blend.
 
     With --url, MODEL names the tokenizer that must be the server's. With --prompt or --question a
     request is run, and what is wrong with it named; exit code 1 if there is a fault. --set
-    kv_path=FOLDER names the store of chunk KV, and with --prompt the registry of known chunks.
+    kv_path=FOLDER names the store of chunk KV and the registry of known chunks.
     """
     if url is not None:
         check_server_url(url)
@@ -73,10 +66,7 @@ def doctor_command(
         return
     if prompt is not None and (question is not None or folder is not None):
         raise ConfigError("--prompt and --question: give one of them")
-    if verify and url is not None:
-        raise ConfigError("--verify checks a model on this machine: leave out --url")
     from cacheblend_rag.observe.doctor import diagnose
-    from cacheblend_rag.settings import EngineConfig
 
     with output.stdout_reserved(as_json), output.progress_bar(lines=True) as progress:
         opened = (
@@ -85,18 +75,8 @@ def doctor_command(
             else opened_prompt(prompt, given, progress)
         )
         with opened as asked:
-            verdict = None
-            if verify:
-                own = {name: given[name] for name in OF_A_MODEL & given.keys()}
-                verdict = verified(asked.model, progress, config=EngineConfig(**own))
             task = progress.begin("examining a request", 0)
-            found = diagnose(
-                asked.engine,
-                asked.prompt,
-                question=asked.question,
-                verdict=verdict,
-                on_step=task.note,
-            )
+            found = diagnose(asked.engine, asked.prompt, question=asked.question, on_step=task.note)
             task.end()
     if as_json:
         output.print_json(found.to_dict())
@@ -109,7 +89,7 @@ def doctor_command(
 def _print_diagnosis(found: Diagnosis) -> None:
     """Print a line on what was run and how long it took, and each finding in four."""
     told, now = found.evidence, found.evidence.in_force
-    line = f"{told.prompt.tokens:,} tokens, {len(told.prompt.chunks)} chunks: "
+    line = f"{told.prompt_tokens:,} tokens, {len(told.chunks)} chunks: "
     if not told.full_seconds:
         line += "not answered"
     elif not told.is_blended:
@@ -136,51 +116,32 @@ def _print_diagnosis(found: Diagnosis) -> None:
 def _examine(
     model: str | None, url: str | None, given: Mapping[str, Any], *, as_json: bool
 ) -> None:
-    """Check a server, or this machine with a model and a store."""
+    """Check a server, or this machine with a model."""
+    model = model if url else model or DEFAULT_MODEL
     with output.stdout_reserved(as_json):
-        if url is not None:
-            namespace = given.get("namespace", "default")
-            found = _finding(
-                {"url": url}, lambda: environment.examine_server(url, model, namespace)
-            )
-            problems = [found["problem"]]
-        else:
-            found = _machine(model or DEFAULT_MODEL, given)
-            problems = [found[part]["problem"] for part in ("model", "store") if found[part]]
-    usable = not any(problems)
+        try:
+            if url is not None:
+                namespace = given.get("namespace", "default")
+                found = environment.examine_server(url, model, namespace)
+            else:
+                name = options.local_model(str(model))
+                found = environment.examine_model(name, given.get("device"))
+        except CacheBlendError as error:
+            found = {"url": url} if url else {"model": model}
+            found["problem"] = str(error)
+        told = found
+        if url is None:
+            versions, devices = environment.examine_versions(), environment.examine_devices()
+            told = {"versions": versions, "devices": devices, "model": found}
+    usable = not found["problem"]
     if as_json:
-        output.print_json({**found, "usable": usable})
+        output.print_json({**told, "usable": usable})
     elif url is not None and "model" not in found:
         typer.echo(f"not usable: {output.printable(found['problem'])}")
     else:
-        output.print_facts("usable" if usable else "not usable", dict(_facts(found)))
+        output.print_facts("usable" if usable else "not usable", dict(_facts(told)))
     if not usable:
         raise typer.Exit(1)
-
-
-def _machine(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    from cacheblend_rag.admin.inspect import examine_store
-
-    path = given.get("kv_path")
-    return {
-        "versions": environment.examine_versions(),
-        "devices": environment.examine_devices(),
-        "model": _finding(
-            {"model": model},
-            lambda: environment.examine_model(options.local_model(model), given.get("device")),
-        ),
-        "missing_extras": environment.examine_extras(),
-        "store": path
-        and _finding({"path": path}, lambda: examine_store(options.store_folder(Path(path)))),
-    }
-
-
-def _finding(of: dict[str, Any], examine: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return findings; if the examination fails, its error is the finding's problem."""
-    try:
-        return examine()
-    except CacheBlendError as error:
-        return {**of, "problem": str(error)}
 
 
 def _facts(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.answering import Hints
@@ -13,31 +13,17 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, TurnPrompt
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.observe import machine
-from cacheblend_rag.observe.evidence import (
-    Evidence,
-    MemoryFacts,
-    PromptFacts,
-    TierFacts,
-    Trial,
-    waited,
-)
-from cacheblend_rag.observe.rules import MUCH_WORK, NOTICED, Finding, examine
-from cacheblend_rag.observe.similar import similar_chunks
+from cacheblend_rag.observe.rules import MUCH_WORK, NOTICED, Evidence, Finding, Trial, examine
 from cacheblend_rag.quality.measure import FULL, Measured, Prompt, Rule, measure
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.options import DEFAULT_RATIO
-from cacheblend_rag.text.chat import on_day
 from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.special_tokens import special_tokens
 
-if TYPE_CHECKING:
-    from cacheblend_rag.quality.verify import Verdict
-
 RUNS, ANSWER_TOKENS = 3, 16
-LEAST_SECONDS = 0.5
-"""Shortest time over which CPU counters, of 10 ms each, are compared."""
 MOST_RATIO = 0.5
+SHOWN = 40
+"""Characters of a chunk that name it."""
 CHOOSES_NOTHING = ("all", "none")
 """Selectors without a ratio."""
 
@@ -66,8 +52,8 @@ class Diagnosis:
             "has_fault": self.has_fault,
             "findings": [finding.to_dict() for finding in self.findings],
             "measured": {
-                "prompt_tokens": told.prompt.tokens,
-                "chunks": len(told.prompt.chunks),
+                "prompt_tokens": told.prompt_tokens,
+                "chunks": len(told.chunks),
                 "blended": told.is_blended,
                 "runs": len(told.blends),
                 "full_seconds": told.full_seconds,
@@ -75,8 +61,6 @@ class Diagnosis:
                 "ratio": now and now.report.recompute_ratio,
                 "compute_share": now and now.report.compute_share,
                 "loss_nats_per_token": now and now.loss,
-                "cpu": None if told.load is None else asdict(told.load),
-                "is_quiet": told.is_quiet,
             },
         }
 
@@ -90,7 +74,6 @@ def diagnose(
     question: str = "",
     runs: int = RUNS,
     answer_tokens: int = ANSWER_TOKENS,
-    verdict: Verdict | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> Diagnosis:
     """Return what is wrong with a request: its answer, its memory, its time to first token.
@@ -107,7 +90,6 @@ def diagnose(
         question: the question in the prompt, if it is known.
         runs: how often the request is timed each way, after one that is not.
         answer_tokens: over how many tokens of full prefill's answer predictions are compared.
-        verdict: what ``verify_model`` found, if it was run.
         on_step: called with what is done next.
 
     Raises:
@@ -119,18 +101,12 @@ def diagnose(
         if number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     request = _Request(engine, engine.prepare(prompt, hints), config or engine.config, on_step)
-    store = getattr(engine, "store", None)
-    store = store if isinstance(store, TieredKVStore) else None
-    before = store.stats() if store is not None else {}
-    cpu, began = machine.CpuSeconds.now(), time.monotonic()
-    found = replace(request.known(question), verdict=verdict)
-    found, answer = request.answered(found, runs, answer_tokens)
-    if found.is_blended and found.memory.lack is None:
+    found, answer = request.answered(request.known(question), runs, answer_tokens)
+    if found.is_blended and found.lack is None:
         found = request.tried(found, answer)
-    if store is not None:
-        time.sleep(max(0.0, LEAST_SECONDS - (time.monotonic() - began)))
-        found = replace(found, load=machine.CpuLoad.between(cpu, machine.CpuSeconds.now()))
-        found = request.stored(found, store, before)
+    store = getattr(engine, "store", None)
+    if isinstance(store, TieredKVStore):
+        found = request.stored(found, store)
     return Diagnosis(examine(found), found)
 
 
@@ -150,25 +126,28 @@ class _Request:
         source = prompt.source.prompt if isinstance(prompt.source, TurnPrompt) else prompt.source
         if not isinstance(source, BlendPrompt):
             source = BlendPrompt.from_text(prompt.text, engine.registry, prompt.hints)
-        parts, known = source.segments, engine.registry.chunks()
+        parts, spans, known = source.segments, prompt.encoded.spans, engine.registry.chunks()
         at = [index for index, part in enumerate(parts) if part.chunk is not None]
         after = "".join(part.text for part in parts[at[-1] + 1 :]) if at else ""
         for token in special_tokens(engine.tokenizer).values():
             after = after.replace(token, " ")
-        facts = PromptFacts(
-            tokens=len(prompt.token_ids),
-            chunks=tuple(span.chunk.text for span in prompt.encoded.spans),
-            chunk_tokens=tuple(span.end - span.start for span in prompt.encoded.spans),
+        spaced = " ".join(prompt.text.split())
+        texts = dict.fromkeys(chunk.text for chunk in known)
+        respaced = [
+            text[:SHOWN]
+            for text in texts
+            if text not in prompt.text and " ".join(text.split()) in spaced and text.strip()
+        ]
+        return Evidence(
+            self.config,
+            len(prompt.token_ids),
+            chunks=tuple(span.chunk.text for span in spans),
+            chunk_tokens=tuple(span.end - span.start for span in spans),
             known_chunks=len(known),
-            before="".join(part.text for part in (parts[: at[0]] if at else parts)),
+            respaced=tuple(respaced),
             after=after,
-            instruction=on_day(None, engine.instruction, engine.tokenizer),
-            lead_in=engine.lead_in.kind,
             question=question,
         )
-        texts = [part.text for part in parts if part.chunk is None]
-        similar = similar_chunks(texts, known)
-        return Evidence(facts, self.config, similar=similar, refusal=engine.blend_refusal)
 
     def answered(self, found: Evidence, runs: int, tokens: int) -> tuple[Evidence, tuple[int, ...]]:
         """Run it by blend and by full prefill, in turn; return the answer to compare along, too."""
@@ -192,7 +171,7 @@ class _Request:
                     blends=(*found.blends, cast("Generation", blends).report),
                 )
         except OutOfMemoryError as error:
-            found = replace(found, memory=MemoryFacts(lack=str(error)))
+            found = replace(found, lack=str(error))
         return found, answer
 
     def tried(self, found: Evidence, answer: tuple[int, ...]) -> Evidence:
@@ -240,43 +219,17 @@ class _Request:
         asked = [Prompt(self.prompt, name="")] * runs
         return measure(self.engine, asked, rules, warm=False, **options)
 
-    def stored(
-        self,
-        found: Evidence,
-        store: TieredKVStore,
-        before: Mapping[str, Mapping[str, int | None]],
-    ) -> Evidence:
-        """Add what happened to each tier, how long it takes to read it again, and memory."""
-        keys = [chunk.key for chunk in self.prompt.placed]
-        waits = {} if found.first is None else waited(found.first)
-        held = {
-            tier.name: [entry for entry in tier.entry_many(keys) if entry is not None]
-            for tier in store.tiers
-        }
-        read_again = {}
+    def stored(self, found: Evidence, store: TieredKVStore) -> Evidence:
+        """Add how long it takes to read the chunks again, and how much KV is kept in memory."""
+        keys, stats = [chunk.key for chunk in self.prompt.placed], store.stats()
+        read_again, kept = {}, 0
         for tier in store.tiers:
-            if tier.durable and held[tier.name] and tier.name in waits:
+            read_again[tier.name] = 0.0
+            if not tier.durable:
+                kept += stats[tier.name]["bytes"] or 0
+            elif tier.name in found.waits:
                 self.on_step(f"reading the chunks from the tier {tier.name} once more")
                 began = time.perf_counter()
                 tier.get_many(keys)
                 read_again[tier.name] = time.perf_counter() - began
-        stats = store.stats()
-        tiers = {
-            name: TierFacts(
-                errors=(stats[name]["errors"] or 0) - (before[name]["errors"] or 0),
-                skipped=(stats[name]["skipped"] or 0) - (before[name]["skipped"] or 0),
-                read_bytes=sum(entry.nbytes for entry in entries),
-                read_seconds=read_again.get(name),
-            )
-            for name, entries in held.items()
-        }
-        largest = max((facts.read_bytes for facts in tiers.values()), default=0)
-        stored_tokens = sum(found.prompt.chunk_tokens) if store.precision == "native" else 0
-        device = getattr(getattr(self.engine, "model", None), "device", None)
-        memory = replace(
-            found.memory,
-            needed=largest * len(self.prompt.token_ids) // stored_tokens if stored_tokens else 0,
-            available=machine.available_bytes(device),
-            kept=sum(stats[tier.name]["bytes"] or 0 for tier in store.tiers if not tier.durable),
-        )
-        return replace(found, tiers=tiers, memory=memory)
+        return replace(found, read_again=read_again, kept_bytes=kept)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -16,8 +14,6 @@ from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import PREFILL_PHASES, count_chunks, reused_and_recomputed
 
 if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
     from prometheus_client import CollectorRegistry
 
 PREFIX = "cacheblend_"
@@ -76,7 +72,8 @@ class EngineMetrics:
 
     The names are those of vLLM's endpoint with the prefix ``cacheblend_``. A scrape also asks the
     tiers of the engine's store for their figures, and the engine for its guard's state. The engine
-    is held weakly, so that dropping it frees its memory.
+    is held weakly, so that dropping it frees its memory. ``registry`` is one of prometheus_client,
+    whose functions serve it or write it to a file.
 
     Args:
         engine: whose answers are counted, by ``engine.after_answer``.
@@ -152,23 +149,6 @@ class EngineMetrics:
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
         return str(self._client.generate_latest(self.registry).decode())
-
-    def write(self, path: str | Path) -> None:
-        """Write ``text`` to a file at once, for a textfile collector; it is never half written."""
-        self._client.write_to_textfile(str(path), self.registry)
-
-    def serve(self, port: int, host: str = "127.0.0.1") -> tuple[WSGIServer, Thread]:
-        """Serve the metrics over HTTP, in a thread, until ``server.shutdown()``.
-
-        Args:
-            port: to listen at; 0 takes a free one (``server.server_port``).
-            host: the address; without a key, everybody who reaches it can read the metrics.
-
-        Returns:
-            The server and its thread.
-        """
-        server, thread = self._client.start_http_server(port, host, self.registry)
-        return server, thread
 
 
 class _StateCollector:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from cacheblend_rag.observe.evidence import Evidence, waited
 from cacheblend_rag.reason import ReasonCode
+from cacheblend_rag.report import BlendReport, ChunkReport
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 
 NOTICED = 0.05
@@ -43,8 +45,103 @@ Symptom = Literal["quality", "memory", "time to first token"]
 """What a user notices: worse answers, no memory, or no gain in time."""
 TIME: Symptom = "time to first token"
 Figures = dict[str, float | int | str]
-Test = Callable[[Evidence], Figures | None]
-"""Returns what was measured if a fault is there, else None."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A blended request with a trace, and its loss; None if unknown.
+
+    loss: how much farther from the reference its predictions are than full prefill's, in nats per
+    token.
+    """
+
+    report: BlendReport
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that was measured of one request.
+
+    Args:
+        config: in force.
+        prompt_tokens: of the prompt.
+        chunks: text of each chunk in it.
+        chunk_tokens: how many tokens each has there.
+        known_chunks: how many chunks are registered.
+        respaced: beginnings of registered chunks that the prompt holds with other white space.
+        after: the text after the last chunk.
+        question: the question, if it is known.
+        first: report of the first blended request; None if it found no memory.
+        blends: reports of blended requests after it.
+        fulls: reports of those by full prefill, in turn with ``blends``.
+        in_force: a trial with ``config``.
+        more: one at a higher ratio.
+        less: one at a lower ratio.
+        earlier: one with an earlier check layer.
+        read_again: seconds to read the chunks once more, by tier of this process; 0 of memory.
+        kept_bytes: chunk KV in memory.
+        lack: the allocator's message, if a request found no memory at all.
+    """
+
+    config: BlendConfig
+    prompt_tokens: int
+    chunks: tuple[str, ...] = ()
+    chunk_tokens: tuple[int, ...] = ()
+    known_chunks: int = 0
+    respaced: tuple[str, ...] = ()
+    after: str = ""
+    question: str = ""
+    first: BlendReport | None = None
+    blends: tuple[BlendReport, ...] = ()
+    fulls: tuple[BlendReport, ...] = ()
+    in_force: Trial | None = None
+    more: Trial | None = None
+    less: Trial | None = None
+    earlier: Trial | None = None
+    read_again: Mapping[str, float] = field(default_factory=dict)
+    kept_bytes: int = 0
+    lack: str | None = None
+
+    @property
+    def reports(self) -> tuple[BlendReport, ...]:
+        """The reports of all blended requests."""
+        return (*(() if self.first is None else (self.first,)), *self.blends)
+
+    @property
+    def missed(self) -> list[ChunkReport]:
+        """The chunks that the first request did not reuse."""
+        return [one for one in self.first.chunks if not one.hit] if self.first else []
+
+    @property
+    def is_blended(self) -> bool:
+        """Whether a request reused a chunk."""
+        return any(report.blended for report in self.reports)
+
+    @property
+    def full_seconds(self) -> float:
+        """Median time to first token by full prefill; 0 if there was none."""
+        return _median_ttft(self.fulls)
+
+    @property
+    def blend_seconds(self) -> float:
+        """Median time to first token of blended requests; 0 if there was none."""
+        return _median_ttft([report for report in self.blends if report.blended])
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Seconds that the first request waited for stored KV, by tier.
+
+        Looking chunks up counts as a wait for the slowest of them.
+        """
+        waits = dict(self.first.seconds.load_by_tier) if self.first else {}
+        if self.first and waits:
+            waits[max(waits, key=lambda tier: waits[tier])] += self.first.seconds.look_up
+        return waits
+
+
+def _median_ttft(reports: Sequence[BlendReport]) -> float:
+    return median([one.seconds.time_to_first_token for one in reports] or [0.0])
 
 
 @dataclass(frozen=True)
@@ -86,12 +183,13 @@ class Finding:
 class Rule:
     """A kind of finding; its texts name figures in braces.
 
-    change: the fields of a SettingChange. is_fault: whether the finding is more than a note.
+    test: returns what was measured if the fault is there, else None. change: the fields of a
+    SettingChange. is_fault: whether the finding is more than a note.
     """
 
     code: str
     symptom: Symptom
-    test: Test
+    test: Callable[[Evidence], Figures | None]
     sentence: str
     change: tuple[str, str, str, str]
     is_fault: Callable[[Evidence], bool] = lambda facts: True
@@ -116,91 +214,29 @@ def examine(facts: Evidence) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda one: not one.is_fault))
 
 
-def _missed(*codes: ReasonCode) -> Test:
-    """Return a test for chunks that the first request missed for one of these reasons."""
-
-    def test(facts: Evidence) -> Figures | None:
-        missed = [chunk.tokens for chunk in facts.chunks if chunk.reason_code in codes]
-        told: Figures = {"chunks_missed": len(missed), "tokens_missed": sum(missed)}
-        return told if missed else None
-
-    return test
-
-
-def _quoted(text: str, most: int = 60) -> str:
-    """Return the beginning of a text as a Python string, in one line."""
-    return repr(text if len(text) <= most else f"{text[: most - 3]}...")
-
-
-def _fails_verify(facts: Evidence) -> Figures | None:
-    if facts.verdict is None or facts.verdict.passed:
-        return None
-    failed = {check.name: check.found for check in facts.verdict.failed}
-    return {"checks": ", ".join(failed), **failed, "advice": facts.verdict.advice}
-
-
-def _cannot_be_blended(facts: Evidence) -> Figures | None:
-    why = facts.refusal
-    return None if why is None else {"reason": str(why), "reason_code": why.code.value}
-
-
 def _no_room(facts: Evidence) -> Figures | None:
-    """Memory was short; less chunk KV in memory makes room if there is as much, else a prompt."""
-    memory, tokens = facts.memory, facts.prompt.tokens
-    missed = _missed(ReasonCode.NO_ROOM)(facts)
-    if missed is None and memory.lack is None:
+    """Memory was short, for the request or for one of its chunks."""
+    if facts.lack is None and all(one.reason_code != ReasonCode.NO_ROOM for one in facts.missed):
         return None
-    short = max(memory.needed - memory.available, 0) or memory.needed
-    fitting = int(tokens * memory.available / (memory.needed or 1))
-    change = {
-        "to_lower": "tokens of the prompt",
-        "present": f"{tokens:,}",
-        "proposed": f"{fitting if 0 < fitting < tokens else tokens // 2:,}",
-    }
-    if 0 < short <= memory.kept:
-        kept, less = memory.kept / MIB, (memory.kept - short) / MIB
-        change = {"to_lower": "host_bytes", "present": f"{kept:,.0f} MiB in use"}
-        change |= {"proposed": f"{less:,.0f} MiB"}
     said = (str(one.reason) for one in facts.reports if one.reason is not None)
-    return {
-        "allocator": memory.lack or next(said, "unknown"),
-        "needed_bytes": memory.needed,
-        "available_bytes": memory.available,
-        "kept_bytes": memory.kept,
-        **change,
-    }
+    kept = facts.kept_bytes / MIB
+    return {"allocator": facts.lack or next(said, "unknown"), "kept_mib": kept, "half": kept / 2}
 
 
 def _question_registered(facts: Evidence) -> Figures | None:
     """The last chunk is a question, so its KV is reused although it must see the passages."""
-    prompt = facts.prompt
-    if not prompt.chunks or prompt.words_after >= QUESTION_WORDS:
+    words_after = len(re.findall(r"\w+", facts.after))
+    if not facts.chunks or words_after >= QUESTION_WORDS:
         return None
-    last, others = prompt.chunks[-1], prompt.chunk_tokens[:-1]
-    asked = prompt.question.strip()
-    is_short = bool(others) and prompt.chunk_tokens[-1] < SHORT_CHUNK * median(others)
+    last, tokens, others = facts.chunks[-1], facts.chunk_tokens[-1], facts.chunk_tokens[:-1]
+    asked = facts.question.strip()
+    is_short = bool(others) and tokens < SHORT_CHUNK * median(others)
     if not (is_short or last.rstrip().endswith("?") or (asked and asked in last)):
         return None
     return {
-        "words_after_last_chunk": prompt.words_after,
-        "last_chunk_tokens": prompt.chunk_tokens[-1],
-        "last_chunk": _quoted(last),
-    }
-
-
-def _other_instruction(facts: Evidence) -> Figures | None:
-    prompt = facts.prompt
-    loss = None if facts.in_force is None else facts.in_force.loss
-    expected = prompt.instruction.strip()
-    uses_it = prompt.lead_in in ("instruction", "document")
-    if not (facts.is_blended and uses_it and expected):
-        return None
-    if prompt.before.strip().startswith(expected):
-        return None
-    return {
-        "computed_after": _quoted(prompt.instruction),
-        "prompt_begins": _quoted(prompt.before),
-        **({} if loss is None else {"loss_nats_per_token": loss}),
+        "words_after_last_chunk": words_after,
+        "last_chunk_tokens": tokens,
+        "last_chunk": repr(last[:60]),
     }
 
 
@@ -231,97 +267,65 @@ def _predictions_differ(facts: Evidence) -> Figures | None:
         return figures
     if more.loss <= FALLS_TO * now.loss:
         return None
-    return {
-        **figures,
-        "higher_ratio": more.report.recompute_ratio,
-        "loss_at_higher_ratio": more.loss,
-    }
+    higher = more.report.recompute_ratio
+    return {**figures, "higher_ratio": higher, "loss_at_higher_ratio": more.loss}
 
 
-def _tier_fails(facts: Evidence) -> Figures | None:
-    of_store = [one for one in facts.chunks if one.reason_code == ReasonCode.STORE_ERROR]
-    missed = [one.tier or "unknown" for one in of_store]
-    failing = {name: one for name, one in facts.tiers.items() if one.errors or one.skipped}
-    names = sorted({*missed, *failing})
-    if not names:
+def _white_space_differs(facts: Evidence) -> Figures | None:
+    if not facts.respaced:
         return None
-    figures: Figures = {"tier": names[0], "chunks_missed": len(missed)}
-    for name, tier in failing.items():
-        figures |= {f"{name}_errors": tier.errors, f"{name}_skipped": tier.skipped}
-    return figures
+    return {"chunks_in_other_form": len(facts.respaced), "registered": repr(facts.respaced[0])}
 
 
-def _similar(differs: str) -> Test:
-    """Return a test for chunks that the prompt holds in a form that differs in this."""
-
-    def test(facts: Evidence) -> Figures | None:
-        similar = [one for one in facts.similar if one.differs == differs]
-        if not similar:
-            return None
-        altered = [one.altered for one in facts.chunks if one.altered]
-        return {
-            **({"altered": altered[0]} if altered else {}),
-            "chunks_found": len(facts.prompt.chunks),
-            "chunks_in_other_form": len(similar),
-            "shared_runs_of_words": median(one.share for one in similar),
-            "registered": repr(similar[0].registered),
-            "in_prompt": repr(similar[0].found),
-        }
-
-    return test
+def _not_stored(facts: Evidence) -> Figures | None:
+    missed = [one.tokens for one in facts.missed if one.reason_code in NOT_STORED]
+    return {"chunks_missed": len(missed), "tokens_missed": sum(missed)} if missed else None
 
 
 def _misses_much(facts: Evidence) -> bool:
-    missed = sum(chunk.tokens for chunk in facts.chunks if chunk.reason_code in NOT_STORED)
-    return missed >= MUCH_MISSED * facts.prompt.tokens
+    missed = sum(one.tokens for one in facts.missed if one.reason_code in NOT_STORED)
+    return missed >= MUCH_MISSED * facts.prompt_tokens
 
 
 def _no_known_chunk(facts: Evidence) -> Figures | None:
-    prompt = facts.prompt
-    if prompt.chunks or facts.chunks or facts.similar or facts.refusal is not None:
+    reason = facts.first and facts.first.reason_code
+    if facts.chunks or facts.respaced or reason != ReasonCode.NO_CHUNK:
         return None
-    return {"known_chunks": prompt.known_chunks, "prompt_tokens": prompt.tokens}
+    return {"known_chunks": facts.known_chunks, "prompt_tokens": facts.prompt_tokens}
 
 
 def _prompt_too_short(facts: Evidence) -> Figures | None:
-    tokens, blend, full = facts.prompt.tokens, facts.blend_seconds, facts.full_seconds
-    gains_little = facts.is_quiet and blend > 0 and full < LEAST_GAIN * blend
-    is_refused = any(one.reason_code == ReasonCode.TOO_SHORT for one in facts.chunks)
-    if not is_refused and not (tokens < SHORT_PROMPT and gains_little):
+    tokens, blend, full = facts.prompt_tokens, facts.blend_seconds, facts.full_seconds
+    is_refused = any(one.reason_code == ReasonCode.TOO_SHORT for one in facts.missed)
+    if not is_refused and not (tokens < SHORT_PROMPT and 0 < full < LEAST_GAIN * blend):
         return None
     return {
         "prompt_tokens": tokens,
-        "reusable_tokens": sum(facts.prompt.chunk_tokens),
+        "reusable_tokens": sum(facts.chunk_tokens),
         "min_tokens": facts.config.min_tokens,
         **({} if is_refused else {"full_seconds": full, "blend_seconds": blend}),
     }
 
 
-def _machine_busy(facts: Evidence) -> Figures | None:
-    load = facts.load
-    if load is None or not load.is_busy:
-        return None
-    return {f"{name}_cpu_share": share for name, share in asdict(load).items()}
-
-
 def _tier_slow(facts: Evidence) -> Figures | None:
     """A request waits longer for stored KV than it computes."""
-    first = facts.first
-    if first is None or not first.blended or not facts.is_quiet or not facts.full_seconds:
+    waits, first = facts.waits, facts.first
+    if first is None or not waits or not facts.full_seconds:
         return None
-    waits = waited(first)
-    tier = max(waits, key=lambda name: waits[name], default="")
-    seconds, total = waits.get(tier, 0.0), first.seconds.time_to_first_token
+    tier = max(waits, key=lambda name: waits[name])
+    seconds, total = waits[tier], first.seconds.time_to_first_token
     if seconds < WAITS * total or seconds < WORTH * facts.full_seconds:
         return None
-    slow = facts.tiers.get(tier)
-    if slow is not None and (slow.read_seconds or 0.0) < CONFIRMED * seconds:
+    again = facts.read_again.get(tier, 0.0)
+    if facts.read_again and again < CONFIRMED * seconds:
         return None  # a hiccup, or memory, which is not read again
-    figures: Figures = {"tier": tier, "waited_seconds": seconds}
-    figures |= {f"waited_seconds_{name}": waits[name] for name in sorted(waits)}
-    if slow is not None:
-        figures |= {"bytes": slow.read_bytes, "read_again_seconds": slow.read_seconds or 0.0}
-    return {**figures, "first_token_seconds": total, "full_seconds": facts.full_seconds}
+    return {
+        "tier": tier,
+        "waited_seconds": seconds,
+        "read_again_seconds": again,
+        "first_token_seconds": total,
+        "full_seconds": facts.full_seconds,
+    }
 
 
 def _check_layer_late(facts: Evidence) -> Figures | None:
@@ -360,47 +364,39 @@ def _ratio_too_high(facts: Evidence) -> Figures | None:
     }
 
 
-def _prefill_sooner(facts: Evidence) -> Figures | None:
-    told = next((one.reason for one in facts.reports if one.reason_code == ReasonCode.SLOW), None)
-    if told is None or not facts.is_quiet:
-        return None
-    return {"measured": str(told), "prompt_tokens": facts.prompt.tokens}
-
-
 def _not_reused(facts: Evidence) -> Figures | None:
     """Chunks, or all of them, were not reused for a reason that no other rule is about."""
-    told = TOLD | ({ReasonCode.ALTERED_TEXT} if facts.similar else set())
-    reasons = [*(one.reason for one in facts.chunks), *(one.reason for one in facts.reports[:1])]
+    told = TOLD | ({ReasonCode.ALTERED_TEXT} if facts.respaced else set())
+    reasons = [*(one.reason for one in facts.missed), *(one.reason for one in facts.reports)]
     untold = {one.code: str(one) for one in reasons if one is not None and one.code not in told}
-    if not untold or facts.refusal is not None:
+    if not untold:
         return None
-    return {"reasons": ", ".join(untold), **{code.value: said for code, said in untold.items()}}
+    first = next(iter(untold))
+    return {
+        "reasons": ", ".join(untold),
+        **{code.value: said for code, said in untold.items()},
+        "remedy": REMEDIES.get(first, f"the row {first} under Reasons in docs/troubleshooting.md"),
+    }
 
 
 NOT_STORED = (ReasonCode.NOT_STORED, ReasonCode.BEING_FILLED)
-TOLD = frozenset(
-    {
-        *NOT_STORED, ReasonCode.NO_ROOM, ReasonCode.GUARD_STOPPED, ReasonCode.STORE_ERROR,
-        ReasonCode.DAMAGED, ReasonCode.BAD_SIGNATURE, ReasonCode.OTHER_MODEL, ReasonCode.TOO_SHORT,
-        ReasonCode.SLOW, ReasonCode.NO_CHUNK,
-    }
-)  # fmt: skip
+TOLD = {*NOT_STORED, ReasonCode.NO_ROOM, ReasonCode.TOO_SHORT, ReasonCode.NO_CHUNK}
 """Reasons that other rules than `not_reused` are about."""
+REMEDIES = {
+    ReasonCode.GUARD_STOPPED: "a ratio that `cacheblend-rag tune` finds, then engine.reset_guard()",
+    ReasonCode.STORE_ERROR: "the tier's server: start it, or leave this tier out of `tiers`",
+    ReasonCode.DAMAGED: "the store: `precompute(verify=True)`, or `index --repair`",
+    ReasonCode.BAD_SIGNATURE: "CACHEBLEND_MAC_KEY: the key that the chunks were stored with",
+    ReasonCode.OTHER_MODEL: "model, instruction, lead-in and namespace: those of their index",
+    ReasonCode.SLOW: "a faster tier for these chunks (host, device), or a lower recompute_ratio",
+}
+"""What to change for a reason."""
 RULES = (
-    Rule(
-        "model_fails_verify", "quality", _fails_verify,
-        "The model fails the checks of `verify` ({checks}): its blended answers are not reliable.",
-        ("model", "blended", "ordinary prefill, or another model", "{advice}"),
-    ),
-    Rule(
-        "cannot_be_blended", TIME, _cannot_be_blended,
-        "This engine serves every prompt by ordinary prefill.",
-        ("model", "cannot be blended", "another model or server", "chunks are reused"),
-    ),
     Rule(
         "no_room", "memory", _no_room,
         "There was no memory for the prompt's KV.",
-        ("{to_lower}", "{present}", "{proposed}", "the prompt's KV fits the memory"),
+        ("host_bytes", "{kept_mib:,.0f} MiB in use",
+         "{half:,.0f} MiB, engine.release(), or a shorter prompt", "the prompt's KV fits"),
     ),
     Rule(
         "question_registered", "quality", _question_registered,
@@ -408,12 +404,6 @@ RULES = (
         "passages, is reused.",
         ("registered chunks", "hold {last_chunk}", "only passages: evict_document() the question",
          "the question is computed in the prompt, and sees all passages"),
-    ),
-    Rule(
-        "other_instruction", "quality", _other_instruction,
-        "The chunks' KV was computed after another instruction than this prompt begins with.",
-        ("instruction", "{computed_after}", "{prompt_begins}",
-         "chunks are computed after the prompt's own beginning: index again with it"),
     ),
     Rule(
         "ratio_too_low", "quality", _ratio_too_low,
@@ -429,52 +419,13 @@ RULES = (
          f"a loss below {TOO_MUCH:g} nats per token, or the advice not to blend this model"),
     ),
     Rule(
-        "guard_stopped", "quality", _missed(ReasonCode.GUARD_STOPPED),
-        "The guard has stopped blending, since answers diverged too far from full prefill.",
-        ("recompute_ratio", "the one in force",
-         "what `cacheblend-rag tune` finds, then engine.reset_guard()",
-         "blending goes on, with answers near full prefill's"),
-    ),
-    Rule(
-        "tier_fails", TIME, _tier_fails,
-        "The tier {tier!r} of the store cannot be used, and is skipped.",
-        ("tiers", "{tier!r} fails", "start the server of {tier!r}, or leave this tier out",
-         "its chunks are found again, and no request waits for its timeout"),
-    ),
-    Rule(
-        "damaged", TIME, _missed(ReasonCode.DAMAGED),
-        "Stored KV of the prompt's chunks is damaged.",
-        ("store", "holds damaged chunks", "`precompute(verify=True)`, or `index --repair`",
-         "the chunks are reused"),
-    ),
-    Rule(
-        "bad_signature", TIME, _missed(ReasonCode.BAD_SIGNATURE),
-        "Stored KV of the prompt's chunks has no signature, or one of another key.",
-        ("CACHEBLEND_MAC_KEY", "another key", "the key that the chunks were stored with",
-         "the chunks are reused"),
-    ),
-    Rule(
-        "other_model", TIME, _missed(ReasonCode.OTHER_MODEL),
-        "The store holds these chunks as another model, tokenizer, instruction, lead-in or "
-        "namespace computed them.",
-        ("instruction", "not that of the stored chunks",
-         "the model, instruction, lead-in and namespace of their index, or index again",
-         "the chunks are reused"),
-    ),
-    Rule(
-        "white_space_differs", TIME, _similar("white space"),
+        "white_space_differs", TIME, _white_space_differs,
         "The prompt holds registered chunks with other white space: only runs of tokens are found.",
-        ("white space of the prompt's template", "{in_prompt}", "{registered}, as registered",
+        ("white space of the prompt's template", "another", "that of {registered}",
          "{chunks_in_other_form} more chunks are found and reused whole"),
     ),
     Rule(
-        "text_differs", TIME, _similar("text"),
-        "The prompt holds texts that are nearly, but not word for word, registered chunks.",
-        ("text that is registered (splitter, cleaning)", "{registered}", "{in_prompt}, as prompted",
-         "{chunks_in_other_form} more chunks are found and reused whole"),
-    ),
-    Rule(
-        "not_stored", TIME, _missed(*NOT_STORED),
+        "not_stored", TIME, _not_stored,
         "The KV of registered chunks in this prompt is not stored, so it is computed.",
         ("fill_on_miss", "off, or not done yet",
          "on, or run `precompute` (`index --repair`); more host_bytes or disk_bytes if chunks were "
@@ -484,7 +435,7 @@ RULES = (
     ),
     Rule(
         "no_known_chunk", TIME, _no_known_chunk,
-        "The prompt holds no registered chunk.",
+        "The prompt holds no registered chunk, word for word.",
         ("registered chunks", "{known_chunks:,} are known",
          "those of this prompt: `precompute` them; give kv_path and namespace of their registry",
          "the chunks are found and reused"),
@@ -495,13 +446,6 @@ RULES = (
         ("tokens of the prompt", "{prompt_tokens:,}",
          f"more passages, from about {SHORT_PROMPT:,} tokens on; min_tokens stays",
          "prefill takes long enough for reuse to save time"),
-    ),
-    Rule(
-        "machine_busy", TIME, _machine_busy,
-        "Other processes take the CPUs, so times say little; checks of times are left out.",
-        ("CPUs of this process", "shared: others use {other_cpu_share:.0%}",
-         "CPUs of its own (a quieter machine, a cpuset)",
-         "prefill, and blending with it, no longer wait for a CPU"),
     ),
     Rule(
         "tier_slow", TIME, _tier_slow,
@@ -524,17 +468,9 @@ RULES = (
          "loss of {loss_nats_at_proposed} nats per token"),
     ),
     Rule(
-        "prefill_sooner", TIME, _prefill_sooner,
-        "By the speeds measured here, ordinary prefill is sooner than blending.",
-        ("tiers", "slower than computing",
-         "a faster tier for these chunks (host, device), or a lower recompute_ratio",
-         "blending becomes sooner, and the cost model chooses it again"),
-    ),
-    Rule(
         "not_reused", TIME, _not_reused,
         "Chunks of this prompt are not reused: {reasons}.",
-        ("what the reason says", "{reasons}", "its row under Reasons in docs/troubleshooting.md",
-         "the chunks are reused"),
+        ("what the reason says", "{reasons}", "{remedy}", "the chunks are reused"),
         is_fault=lambda facts: not facts.is_blended,
     ),
 )  # fmt: skip

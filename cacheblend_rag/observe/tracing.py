@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: one for each request, with a child span for each phase.
+"""OpenTelemetry spans: one for each request, with the seconds of each phase.
 
 Names are those of the conventions for generative AI, which are still in development (``gen_ai.*``,
 as in ``SEMANTIC_CONVENTIONS``), and of OpenInference (``openinference.*``, ``llm.*``); what neither
@@ -8,9 +8,8 @@ has is under ``cacheblend.*``. No text of a prompt or an answer is in a span.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
 from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.report import REASONS, BlendReport, PhaseStarts, count_chunks
+from cacheblend_rag.report import REASONS, BlendReport, count_chunks
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ SEMANTIC_CONVENTIONS = "1.44.0"
 SCOPE = "cacheblend_rag"
 OURS = "cacheblend."
 GIVEN_UP = "cancelled"
-PHASES = tuple(one.name for one in fields(PhaseStarts))
-NANOSECONDS = 1_000_000_000
-
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 TOLD = (
     "engine", "blended", "recompute_ratio", "selector", "lead_in", "compute_share",
@@ -60,23 +56,6 @@ def trace_requests(engine: Engine, tracer_provider: TracerProvider | None = None
     engine.after_answer(_Tracing(engine, tracer_provider))
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """A request at work: its span, and when it began, by the wall clock and by perf_counter."""
-
-    span: Span
-    wall_ns: int
-    reading: float
-
-    def at(self, seconds: float) -> int:
-        """Return the time of a span's event, so many seconds after the request began."""
-        return self.wall_ns + round(seconds * NANOSECONDS)
-
-    def now(self) -> int:
-        """Return the present time."""
-        return self.at(time.perf_counter() - self.reading)
-
-
 class _Tracing(RequestWatcher):
     """Begins a span when a request begins, and ends it from the report."""
 
@@ -94,64 +73,39 @@ class _Tracing(RequestWatcher):
         self._facts = _facts(engine)
         is_remote = "server.address" in self._facts
         self._kind = trace.SpanKind.CLIENT if is_remote else trace.SpanKind.INTERNAL
-        self._begun: dict[str, _Begun] = {}
+        self._spans: dict[str, Span] = {}
 
     def begins(self, request: Request) -> Request:
         # A request that begins again goes on with its span.
-        begun = self._begun.get(request.request_id) or self._begin(request)
-        self._begun[request.request_id] = begun
+        span = self._spans.get(request.request_id) or self._begin(request)
+        self._spans[request.request_id] = span
         headers: dict[str, str] = {}
-        self._propagator.inject(headers, self._trace.set_span_in_context(begun.span))
+        self._propagator.inject(headers, self._trace.set_span_in_context(span))
         return replace(request, headers={**request.headers, **headers})
 
-    def _begin(self, request: Request) -> _Begun:
-        reading = request.made_at - request.prepared.seconds
-        wall_ns = time.time_ns() - round((time.perf_counter() - reading) * NANOSECONDS)
+    def _begin(self, request: Request) -> Span:
         operation = _operation(request.prepared)
-        span = self._tracer.start_span(
+        return self._tracer.start_span(
             f"{operation} {self._facts['gen_ai.request.model']}",
             kind=self._kind,
             attributes={**self._facts, **_asked(request, operation)},
-            start_time=wall_ns,
         )
-        return _Begun(span, wall_ns, reading)
 
     def __call__(self, request: Request, answer: Generation) -> None:
-        begun = self._begun.pop(request.request_id, None)
-        if begun is None:
-            return
-        ended = begun.now()
-        if begun.span.is_recording():
-            begun.span.set_attributes({**_answered(answer), **_blended(answer.report)})
-            self._add_phases(begun, answer.report, ended)
-        begun.span.end(ended)
+        if (span := self._spans.pop(request.request_id, None)) is not None:
+            span.set_attributes({**_answered(answer), **_blended(answer.report)})
+            span.end()
 
     def failed(self, request: Request, error: BaseException) -> None:
-        begun = self._begun.pop(request.request_id, None)
-        if begun is None:
+        if (span := self._spans.pop(request.request_id, None)) is None:
             return
         if isinstance(error, Exception):
             kind = type(error).__qualname__
-            begun.span.set_attribute("error.type", kind)
-            begun.span.set_status(self._trace.StatusCode.ERROR, kind)
+            span.set_attribute("error.type", kind)
+            span.set_status(self._trace.StatusCode.ERROR, kind)
         else:
-            begun.span.set_attribute("gen_ai.response.finish_reasons", (GIVEN_UP,))
-        begun.span.end(begun.now())
-
-    def _add_phases(self, begun: _Begun, report: BlendReport, ended: int) -> None:
-        """Add a span for each phase, from its first start on, and as long as it took."""
-        below = self._trace.set_span_in_context(begun.span)
-        for phase in PHASES:
-            start, seconds = getattr(report.starts, phase), getattr(report.seconds, phase)
-            if start is None or not seconds:
-                continue
-            span = self._tracer.start_span(
-                f"{OURS}{phase}",
-                below,
-                start_time=min(begun.at(start), ended),
-                attributes={"openinference.span.kind": "CHAIN", f"{OURS}phase": phase},
-            )
-            span.end(min(begun.at(start + seconds), ended))
+            span.set_attribute("gen_ai.response.finish_reasons", (GIVEN_UP,))
+        span.end()
 
 
 def _facts(engine: Engine) -> Attributes:

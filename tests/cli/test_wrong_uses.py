@@ -80,7 +80,6 @@ WRONG = {
     (*DOCTOR, "--set", "selector=guess"): "selector='guess' must be one of",
     (*DOCTOR, "--set", "check_layers=0"): "check_layers=[0] must be at least 1 each",
     (*DOCTOR, "--url", "localhost"): "must be like http://host:8000",
-    (*DOCTOR, "--verify", "--url", "http://host:1"): "leave out --url",
     (*DOCTOR_DEMO, "--set", "check_layers=99"): "check_layers=(99,) must be below",
     (*DOCTOR_DEMO, "--set", "kv_path={collection}"): "is a collection: its store is",
     (*DOCTOR_DEMO, "--set", "model=smollm2"): "this command has an option of its own for it",

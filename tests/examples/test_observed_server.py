@@ -25,6 +25,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.id_generator import IdGenerator
+from prometheus_client import start_http_server
 
 from cacheblend_rag import (
     BlendConfig,
@@ -86,7 +87,7 @@ def engine(receiver: OTLPReceiver) -> Iterator[VLLMEngine]:
 @pytest.fixture
 def prometheus(engine: VLLMEngine, tmp_path: Path) -> Iterator[Server]:
     """A Prometheus with the committed configuration, but for addresses and times."""
-    exposed, _ = EngineMetrics(engine).serve(0)
+    exposed, _ = start_http_server(0, registry=EngineMetrics(engine).registry)
     config = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"]["scrape_interval"] = "1s"
     ports = (engine.address.rpartition(":")[2], exposed.server_port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
@@ -187,24 +186,6 @@ def test_a_cancelled_answer_counts_as_a_request_and_not_as_a_fallback(toy: ToyEn
     assert value(samples, "time_to_first_token_seconds_count") == 0
     assert not by_label(samples, "tier_entries", "tier"), "it has no store"
     assert not any(name.startswith("cacheblend_guard") for name, _ in samples), "it has no guard"
-
-
-def test_metrics_are_served_and_written(toy: ToyEngine, tmp_path: Path) -> None:
-    metrics = EngineMetrics(toy)
-    asked(toy)
-    metrics.write(tmp_path / "engine.prom")
-    server, thread = metrics.serve(0)
-    try:
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            served = answer.read().decode()
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(20)
-    assert shown(served) == shown(metrics.text())
-    assert shown((tmp_path / "engine.prom").read_text()) == shown(metrics.text())
-    assert value(shown(served), "requests_total") == 5
 
 
 def test_a_registry_has_one_engine(toy: ToyEngine) -> None:

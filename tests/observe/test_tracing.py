@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from threading import Event
@@ -16,7 +15,6 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.schemas import Schemas
 
@@ -31,6 +29,7 @@ from cacheblend_rag import (
 from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.observe import tracing
+from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.text.chat import Message
 from tests.engines.contract import WAYS
 from tests.engines.toy_engine import ToyEngine
@@ -67,7 +66,7 @@ def toy(provider: TracerProvider) -> Iterator[ToyEngine]:
     engine.close()
 
 
-def test_a_request_of_the_embedded_engine_is_a_span_with_its_phases_below(
+def test_a_request_of_the_embedded_engine_is_a_span_with_the_seconds_of_its_phases(
     receiver: OTLPReceiver, provider: TracerProvider
 ) -> None:
     engine = TransformersEngine(
@@ -108,17 +107,10 @@ def test_a_request_of_the_embedded_engine_is_a_span_with_its_phases_below(
     assert told["cacheblend.chunk_hits_by_tier.host"] == told["cacheblend.chunk_hits"] == 1
     assert told["cacheblend.chunk_misses_by_reason.not_stored"] == 1
 
-    phases = {one.attributes["cacheblend.phase"]: one for one in receiver.children(span)}
-    assert phases.keys() == {
-        phase
-        for phase in tracing.PHASES
-        if getattr(report.seconds, phase) and getattr(report.starts, phase) is not None
-    }
-    assert {"recompute", "first_token", "decode"} <= phases.keys()
-    for phase, below in phases.items():
-        assert below.start - span.start == pytest.approx(getattr(report.starts, phase), abs=1e-5)
+    for phase in PREFILL_PHASES:
         seconds = getattr(report.seconds, phase)
-        assert below.end == pytest.approx(min(below.start + seconds, span.end), abs=1e-5)
+        assert told.get(f"cacheblend.seconds.{phase}", 0) == pytest.approx(seconds)
+    assert told["cacheblend.seconds.recompute"] > 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -155,14 +147,6 @@ def test_requests_at_the_same_time_keep_to_their_own_traces(
     with tracer.start_as_current_span("batch"):
         toy.generate_batch([PROMPT, words(9, 8)], SHORT)
     assert len(receiver.children(receiver.named("batch")[0])) == 2
-
-
-def test_without_a_caller_a_request_begins_a_trace(receiver: OTLPReceiver, toy: ToyEngine) -> None:
-    toy.generate(PROMPT, SHORT)
-    toy.generate(PROMPT, SHORT)
-    first, second = receiver.named(REQUEST)
-    assert not first.parent_id
-    assert first.trace_id != second.trace_id
 
 
 def test_a_failed_request_has_an_error_and_one_that_is_left_has_none(
@@ -204,16 +188,6 @@ def assert_no_text(receiver: OTLPReceiver) -> None:
         assert text.encode() not in sent
 
 
-def test_a_trace_that_is_not_sampled_sends_nothing(receiver: OTLPReceiver) -> None:
-    provider = TracerProvider(sampler=ALWAYS_OFF)
-    provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter(receiver.url)))
-    engine = ToyEngine(make_tokenizer())
-    trace_requests(engine, provider)
-    assert engine.generate(PROMPT, SHORT).text
-    engine.close()
-    assert receiver.spans == []
-
-
 def test_names_are_those_of_the_conventions(receiver: OTLPReceiver, toy: ToyEngine) -> None:
     toy.generate(PROMPT, SamplingParams(max_tokens=6, temperature=0.5, top_k=7, seed=3))
     [span] = receiver.named(REQUEST)
@@ -250,18 +224,3 @@ def test_without_opentelemetry_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[tracing\]"):
         trace_requests(engine)
     engine.close()
-
-
-def test_with_tracing_off_nothing_of_it_is_imported() -> None:
-    asking = (
-        "import sys\n"
-        "from tests.engines.toy_engine import ToyEngine\n"
-        "from tests.models import make_tokenizer\n"
-        "engine = ToyEngine(make_tokenizer())\n"
-        "engine.generate('w1 w2 w3')\n"
-        "engine.close()\n"
-        "print([name for name in sys.modules if 'opentelemetry' in name])\n"
-    )
-    command = [sys.executable, "-c", asking]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
