@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +75,7 @@ def evaluate_command(
         checks.check_check_layers(blend, model)
         wanted = read_rules(rules, blend, lead_in)
         log = RecordLog.resumed(resume) if resume else None
-        data = choose_questions(dataset, questions, asked, partial(load_tokenizer, model))
+        data = choose_questions(dataset, questions, asked.settings)
         frame = PromptFrame.of(load_tokenizer(model), str(config.instruction) or data.instruction)
         config = config.with_changes(instruction=frame.opening)
         with opened(config) as first, output.progress_bar(lines=True) as progress:

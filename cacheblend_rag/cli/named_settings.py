@@ -75,7 +75,10 @@ def engine_options(
     found = named(given, EngineConfig, StoreConfig, BlendConfig, LeadInConfig, *more)
     for name, value in fixed.items():
         if name in found:
-            raise ConfigError(f"--set {name}: this command has an option of its own for it")
+            raise ConfigError(
+                f"--set {name}: this command has an option of its own for it, an argument, or no "
+                "choice"
+            )
         if value is not None:
             found[name] = value
     return _nested(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,13 +55,12 @@ def tune_command(
         asked, given = named_settings.split(settings, QuestionSettings)
         config = named_settings.engine_config(given, engine=None, model=None)
         checks.check_placement(config.device, config.dtype)
-        from cacheblend_rag.engines.model_files import load_tokenizer
         from cacheblend_rag.quality import tune
         from cacheblend_rag.quality.evaluate import read_rules
 
         tune.Bar.read(bar)
         read_rules(rules, config.blend, config.lead_in.kind)
-        data = choose_questions(dataset, questions, asked, partial(load_tokenizer, model))
+        data = choose_questions(dataset, questions, asked.settings)
         data = tune.mixed(data, questions)
         with output.progress_bar(lines=True) as progress:
             tuned = tune.tune_model(
@@ -71,6 +69,7 @@ def tune_command(
                 bar=bar,
                 rules=rules,
                 name=out.stem,
+                max_tokens=asked.max_tokens,
                 resume=resume,
                 on_prompt=progress.begin(f"tuning {model}", len(data.questions)).advance,
                 config=config,

@@ -1,4 +1,4 @@
-"""Chooses the questions of an evaluation from a file, and cuts their documents into chunks.
+"""Chooses the questions of an evaluation from a file.
 
 A file is JSON or JSON lines, in one of three forms:
 
@@ -16,11 +16,10 @@ above its text.
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -44,18 +43,11 @@ from cacheblend_rag.quality.dataset import (
     EvalQuestion,
 )
 from cacheblend_rag.quality.measure import ANSWER_TOKENS
-from cacheblend_rag.quality.scores import holds_answer
 from cacheblend_rag.settings.base import AsTuple, Positive, Settings
-from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
+from cacheblend_rag.text.chunk import SEPARATOR, Document
 
-ADJACENT, FRAGMENTS, SHUFFLED = CUT_SETTINGS = ("adjacent", "fragments", "shuffled")
-CHUNK_TOKENS = 100
-MOST_OTHERS = 300
-"""Texts of other questions that are considered for one."""
 KNOWN = "a list of questions with answers and ctxs, MuSiQue, this project's format"
-_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+(?=[^a-z\s])|\n\s*\n")
 ValueT = TypeVar("ValueT")
-CountTokens = Callable[[str], int]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 Place = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]
@@ -72,143 +64,23 @@ class QuestionSettings(Settings):
     _noun: ClassVar[str] = "setting of questions"
 
     settings: Annotated[tuple[str, ...], AsTuple, BeforeValidator(_names)] = ()
-    """Those of the data set, or of cut documents (``adjacent``, ``fragments``, ``shuffled``), to
-    take; all of them by default."""
-    chunk_tokens: Positive | None = None
-    """Cut the documents into chunks of about so many tokens, which end with sentences; of 100 if
-    only ``prompt_tokens`` is given."""
-    prompt_tokens: Positive | None = None
-    """Add other questions' documents, which do not hold the answer, until the chunks have so many
-    tokens; cuts the documents."""
+    """Those of the file to take; all of them by default."""
     max_tokens: Positive = ANSWER_TOKENS
     """Most tokens of an answer."""
 
 
-def choose_questions(
-    source: str,
-    questions: int,
-    settings: QuestionSettings | None = None,
-    load_tokenizer: Callable[[], Any] | None = None,
-) -> EvalDataset:
-    """Return at most so many questions per setting.
+def choose_questions(source: str, questions: int, settings: Sequence[str] = ()) -> EvalDataset:
+    """Return at most so many questions of each setting; all settings by default.
 
-    source: ``single-hop`` (which comes with the package), or a file of questions. load_tokenizer:
-    returns what counts the tokens of documents that are cut. Raises DatasetError on a setting
-    that the questions do not have, or that none fits, and the errors of load_dataset.
+    source: ``single-hop`` (which comes with the package), or a file of questions. Raises
+    DatasetError for a setting that the questions do not have, and the errors of load_dataset.
     """
-    how = settings or QuestionSettings()
     data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source))
-    cuts = load_tokenizer is not None and (how.chunk_tokens or how.prompt_tokens) is not None
-    known = CUT_SETTINGS if cuts else data.settings
-    for setting in how.settings:
-        if setting not in known:
-            raise DatasetError(f"{source}: setting {setting!r} must be one of {known}")
-    if load_tokenizer is not None and cuts:
-        tokenizer = load_tokenizer()
-        data = cut(data, how, questions, lambda text: len(tokenizer.tokenize(text)))
-    chosen = (data.of_setting(setting)[:questions] for setting in how.settings or known)
+    for setting in settings:
+        if setting not in data.settings:
+            raise DatasetError(f"{source}: setting {setting!r} must be one of {data.settings}")
+    chosen = (data.of_setting(setting)[:questions] for setting in settings or data.settings)
     return replace(data, questions=tuple(chain(*chosen)))
-
-
-# Cutting
-
-
-def cut(
-    data: EvalDataset, how: QuestionSettings, questions: int, count_tokens: CountTokens
-) -> EvalDataset:
-    """Return at most so many questions per setting, over their documents cut into chunks.
-
-    A question's documents are the same in every setting, so that settings can be compared:
-    ``adjacent`` has all chunks in order, ``shuffled`` in random order, ``fragments`` some chunks of
-    each document, those with the answer always, but not its first one, which tells what the
-    document is about; of a document with one chunk, this one. A question whose answer stands in
-    first chunks alone has no fragments. Raises DatasetError when no question is left.
-    """
-    texts = list(dict.fromkeys(_text(one) for asked in data.questions for one in asked.documents))
-    found: list[EvalQuestion] = []
-    for setting in how.settings or CUT_SETTINGS:
-        asked = (
-            _retrieved(_cut(question, how, texts, count_tokens, index), setting, index)
-            for index, question in enumerate(data.questions)
-        )
-        own = list(islice((one for one in asked if one is not None), questions))
-        if not own:
-            raise DatasetError(f"{data.name}: no question has an answer in {setting}")
-        found += own
-    return replace(data, questions=tuple(found))
-
-
-def _cut(
-    question: EvalQuestion,
-    how: QuestionSettings,
-    texts: Sequence[str],
-    count_tokens: CountTokens,
-    index: int,
-) -> EvalQuestion:
-    """Return a question over its documents, cut, and over others of ``texts`` until it is long."""
-    named, rng = {chunk.document_id for chunk in question.gold}, random.Random(index)
-    own = [_text(document) for document in question.documents]
-    may_be_gold = {
-        _text(one) for one in question.documents if not named or one.document_id in named
-    }
-    total = sum(map(count_tokens, own)) if how.prompt_tokens else 0
-    for text in rng.sample(texts, min(len(texts), MOST_OTHERS)):
-        if total >= (how.prompt_tokens or 0):
-            break
-        if text not in own and not holds_answer(text, question.answers):
-            own.append(text)
-            total += count_tokens(text)
-    if how.prompt_tokens:
-        rng.shuffle(own)
-    documents, gold = [], list[Chunk]()
-    for place, text in enumerate(own):
-        chunks = cut_text(text, how.chunk_tokens or CHUNK_TOKENS, count_tokens)
-        documents.append(Document(f"{index}-{place}", chunks))
-        if text in may_be_gold:
-            all_chunks = documents[-1].to_chunks()
-            held = [chunk for chunk in all_chunks if holds_answer(chunk.text, question.answers)]
-            gold += held or (all_chunks if named else [])
-    return replace(question, documents=tuple(documents), gold=tuple(gold))
-
-
-def _retrieved(question: EvalQuestion, setting: str, index: int) -> EvalQuestion | None:
-    """Return a question over what a setting retrieves; None if that does not hold the answer."""
-    rng = random.Random(f"{index} {setting}")
-    chunks = [document.to_chunks() for document in question.documents]
-    passages = list(chain(*chunks))
-    if setting == SHUFFLED:
-        rng.shuffle(passages)
-    if setting == FRAGMENTS:
-        later = [own[1:] or own for own in chunks]
-        kept = set(question.gold)
-        kept.update(*(rng.sample(own, rng.randint(1, len(own))) for own in later))
-        passages = [chunk for chunk in chain(*later) if chunk in kept]
-        told = [one for one in question.gold if holds_answer(one.text, question.answers)]
-        if not any(chunk in passages for chunk in told or question.gold):
-            return None
-    return replace(question, passages=tuple(passages), setting=setting)
-
-
-def _text(document: Document) -> str:
-    return document.separator.join(document.chunks)
-
-
-def cut_text(text: str, chunk_tokens: int, count_tokens: CountTokens) -> tuple[str, ...]:
-    """Return the text in chunks that end with sentences, as equal in length as these allow.
-
-    chunk_tokens: about how many a chunk has; a sentence that is longer is a chunk by itself.
-    """
-    sentences = [one.strip() for one in _SENTENCE_END.split(text) if one.strip()]
-    lengths = [count_tokens(sentence) for sentence in sentences]
-    total = sum(lengths)
-    count = max(1, round(total / chunk_tokens))
-    chunks: list[list[str]] = [[] for _ in range(count)]
-    for sentence, length, end in zip(sentences, lengths, accumulate(lengths), strict=True):
-        chunks[int((end - length / 2) * count / total)].append(sentence)
-    return tuple(" ".join(chunk) for chunk in chunks if chunk) or (text,)
-
-
-# Forms
 
 
 class _Form(BaseModel):

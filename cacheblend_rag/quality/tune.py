@@ -17,7 +17,7 @@ from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import DEFAULT_SETTING, EvalDataset, PromptFrame
 from cacheblend_rag.quality.evaluate import GRID, evaluate, opened, read_rules, reuse
-from cacheblend_rag.quality.measure import FULL, RecordLog, Rule
+from cacheblend_rag.quality.measure import ANSWER_TOKENS, FULL, RecordLog, Rule
 from cacheblend_rag.quality.scores import Figure
 from cacheblend_rag.quality.summary import Row
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, EngineConfig, LeadInConfig, Profile
@@ -152,6 +152,7 @@ def tune_model(
     bar: str = "score",
     rules: str = "",
     name: str = "tuned",
+    max_tokens: int = ANSWER_TOKENS,
     resume: Path | None = None,
     on_prompt: Callable[[], None] = lambda: None,
     config: EngineConfig | None = None,
@@ -165,6 +166,7 @@ def tune_model(
             prefill's; ``score=0.9`` keeps another share than 0.95.
         rules: selectors and ratios to try, such as ``hkvd=0.1,hkvd=0.2``; a fixed grid by default.
         name: of the profile.
+        max_tokens: most tokens of an answer.
         resume: a file in which each prompt's results are kept, and from which known ones are taken.
         on_prompt: called after each prompt.
         config: the engine's other settings; what is tried is laid over its ``blend``.
@@ -187,7 +189,15 @@ def tune_model(
         if not rules:
             plain = [reuse(base, "instruction"), reuse(base, lead_in)]
             tried = list(dict.fromkeys([*plain, *tried]))
-        rows = evaluate(engine, frame, data, [FULL, *tried], log=log, on_question=on_prompt)
+        rows = evaluate(
+            engine,
+            frame,
+            data,
+            [FULL, *tried],
+            max_tokens=max_tokens,
+            log=log,
+            on_question=on_prompt,
+        )
         if wanted.kind == "score" and not rows[0].f1.value:
             raise ConfigError(
                 f"full prefill answered none of {len(data.questions)} questions: compare by --bar "

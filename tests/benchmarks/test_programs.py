@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheblend_rag.quality.questions import load_dataset
+from cacheblend_rag.quality.scores import holds_answer
 from tests.benchmarks import shapes
 from tests.benchmarks.command import run
 from tests.toy import TOY
@@ -31,6 +34,36 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
         return dict(json.loads(capsys.readouterr().out))
 
     return told
+
+
+def test_documents_are_cut_in_three_settings(bench: Bench, tmp_path: Path) -> None:
+    told = [" ".join(f"The {n} stood {place} days." for place in range(20)) for n in range(6)]
+    golds = [f"{text} It is gold{n}." for n, text in enumerate(told)]
+    asked = [
+        {
+            "question": f"Which {n}?",
+            "answer": f"gold{n}",
+            "paragraphs": [
+                {"paragraph_text": golds[n], "is_supporting": True},
+                {"paragraph_text": told[n + 1]},
+            ],
+        }
+        for n in range(3)
+    ]
+    (tmp_path / "source.json").write_text(json.dumps(asked))
+    options = ("--chunk-tokens", 40, "--prompt-tokens", 500, "--model", TOY)
+    files = ("--source", tmp_path / "source.json", "--out", tmp_path / "cut.json")
+    assert bench("cutting", *files, *options) == {"adjacent": 3, "fragments": 3, "shuffled": 3}
+    data = load_dataset(tmp_path / "cut.json")
+    for one, part, mixed in zip(*map(data.of_setting, data.settings), strict=True):
+        chunks = [chunk for document in one.documents for chunk in document.to_chunks()]
+        assert list(one.passages) == chunks != list(mixed.passages)
+        assert {*mixed.passages} == {*chunks}
+        assert one.documents == part.documents == mixed.documents
+        assert [chunk for chunk in chunks if chunk in part.passages] == list(part.passages)
+        assert all(chunk.context for chunk in part.passages)
+        assert any(holds_answer(chunk.text, part.answers) for chunk in part.passages)
+        assert all(chunk.text.endswith(".") for chunk in chunks)
 
 
 def test_the_same_passages_are_an_exact_prefix_from_the_third_question_on(bench: Bench) -> None:

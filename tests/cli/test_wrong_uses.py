@@ -115,7 +115,12 @@ WRONG = {
     ("eval", "--set", "kind=preface"): "lead_in='preface'",
     ("eval", "--set", "settings=upright"): "setting 'upright' must be one of",
     ("eval", "--set", "check_layers=99"): "check_layers=(99,) must be below",
-    ("eval", "--set", "prompt_tokens=0"): "prompt_tokens=0",
+    (
+        "tune",
+        TOY,
+        "--set",
+        "engine=vllm",
+    ): "--set engine: this command has an option of its own for it, an argument, or no choice",
     ("eval", "--set", "engine=vllm"): "--set engine: this command has an option of its own",
     ("tune", TOY, "--rules", "best=0.1"): "selector='best'",
     ("tune", TOY, "--bar", "score=0"): "bar 'score=0' must be score or fidelity",

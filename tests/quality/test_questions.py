@@ -9,16 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from cacheblend_rag.engines.model_files import load_tokenizer
-from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.questions import (
-    CUT_SETTINGS,
-    QuestionSettings,
     choose_questions,
-    cut,
-    cut_text,
     load_dataset,
-    over_passages,
 )
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.text.chunk import Document
@@ -174,141 +169,15 @@ def test_single_hop_questions_come_with_the_package():
 def test_questions_are_chosen_by_setting_and_number(tmp_path):
     data = toy_dataset([], 3, 1)
     data.save(path := tmp_path / "demo.json")
-    chosen = choose_questions(str(path), 2, QuestionSettings(settings="shuffled,adjacent"))
+    chosen = choose_questions(str(path), 2, ("shuffled", "adjacent"))
     wanted = (*data.of_setting("shuffled")[:2], *data.of_setting("adjacent")[:2])
     assert chosen.questions == wanted
     assert choose_questions(str(path), 3) == data
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"settings": ("upright",)}, "'upright' must be one of"),
-        ({"settings": ("upright",), "chunk_tokens": 50}, "'upright' must be one of .*adjacent"),
-        ({"chunk_tokens": 0}, "chunk_tokens=0"),
-        ({"prompt_tokens": [0, 900]}, "prompt_tokens"),
-    ],
-)
-def test_what_a_source_does_not_have_is_refused(given, message):
-    with pytest.raises((ConfigError, DatasetError), match=message):
-        choose_questions("single-hop", 2, QuestionSettings(**given), Words)
-
-
-# Cutting
-
-
-class Words:
-    """A tokenizer whose tokens are words."""
-
-    def tokenize(self, text):
-        return text.split()
-
-
-def count(text):
-    return len(text.split())
-
-
-def sentence(*names):
-    return " ".join(["The", *map(str, names), "stood", "there", "all", "day."])
-
-
-def document(number, sentences, told="", at=0):
-    texts = [sentence(f"thing{number}", place) for place in range(sentences)]
-    if told:
-        texts[at] = sentence(f"thing{number}", told)
-    return Document(f"d{number}", (" ".join(texts),))
-
-
-def dataset(at=9, questions=6, sentences=12):
-    """Questions over two documents each; the second one holds the answer, in sentence ``at``."""
-    made = []
-    for i in range(questions):
-        documents = [document(10 * i, sentences), document(10 * i + 1, sentences, f"gold{i}", at)]
-        made.append(over_passages(f"Which {i}?", (f"gold{i}",), documents, gold=[1]))
-    return EvalDataset("made", tuple(made))
-
-
-CUTTING = QuestionSettings(chunk_tokens=28)
-LONGER = CUTTING.with_changes(prompt_tokens=300)
-
-
-def test_a_file_is_cut_in_all_settings_or_those_asked_for(tmp_path):
-    dataset().save(path := tmp_path / "made.json")
-    assert choose_questions(str(path), 5).settings == ("retrieved",)
-    data = choose_questions(str(path), 4, LONGER, Words)
-    assert (data.settings, len(data.questions)) == (CUT_SETTINGS, 12)
-    only = choose_questions(str(path), 2, CUTTING.with_changes(settings="shuffled"), Words)
-    assert (only.settings, len(only.questions)) == (("shuffled",), 2)
-
-
-@pytest.mark.parametrize("how", [CUTTING, LONGER])
-def test_settings_hold_chunks_of_the_same_documents(how):
-    data = cut(dataset(), how, 6, count)
-    assert data == cut(dataset(), how, 6, count), "what is drawn is drawn again"
-    adjacent, fragments, shuffled = (data.of_setting(name) for name in CUT_SETTINGS)
-    orders = []
-    for one, part, mixed in zip(adjacent, fragments, shuffled, strict=True):
-        chunks = [chunk for document in one.documents for chunk in document.to_chunks()]
-        assert one.documents == part.documents == mixed.documents
-        assert list(one.passages) == chunks
-        orders.append([chunks.index(passage) for passage in mixed.passages])
-        assert all(passage.context for passage in part.passages)
-        assert [chunk for chunk in chunks if chunk in part.passages] == list(part.passages)
-        assert {p.document_id for p in part.passages} == {c.document_id for c in chunks}
-        (gold,) = part.gold
-        assert part.answers[0] in gold.text
-        assert gold in part.passages
-        holding = [chunk for chunk in chunks if part.answers[0] in chunk.text.split()]
-        assert holding == [gold]
-    assert all(sorted(order) == list(range(len(order))) for order in orders)
-    assert any(sorted(order) != order for order in orders)
-
-
-def test_prompts_are_lengthened_with_documents_of_other_questions():
-    for question in cut(dataset(), LONGER, 6, count).of_setting("adjacent"):
-        assert 300 <= sum(count(passage.text) for passage in question.passages) < 300 + 84
-        assert len(question.documents) == 4
-
-
-def test_questions_answered_by_a_first_chunk_have_no_fragments():
-    mixed = EvalDataset("made", (*dataset(at=0).questions[:3], *dataset().questions[3:]))
-    found = cut(mixed, CUTTING, 6, count).of_setting("fragments")
-    assert [q.question for q in found] == ["Which 3?", "Which 4?", "Which 5?"]
-    with pytest.raises(DatasetError, match="made: no question has an answer in fragments"):
-        cut(dataset(at=0), CUTTING, 6, count)
-
-
-def test_text_without_gold_is_searched_for_the_answer():
-    data = dataset()
-    unmarked = tuple(replace(question, gold=()) for question in data.questions)
-    found = cut(replace(data, questions=unmarked), CUTTING, 6, count)
-    assert [q.gold for q in found.questions] == [
-        q.gold for q in cut(data, CUTTING, 6, count).questions
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
-        ("One is. Two are! Three?", ["One is.", "Two are!", "Three?"]),
-        ("dr. no met j. doe. He left.", ["dr. no met j. doe.", "He left."]),
-        ('He said "No." She left.', ['He said "No."', "She left."]),
-        ("Title\nOne.\n\nTwo", ["Title\nOne.", "Two"]),
-        (" ", [" "]),
-    ],
-)
-def test_chunks_of_one_token_are_sentences(text, sentences):
-    assert list(cut_text(text, 1, count)) == sentences
-
-
-@pytest.mark.parametrize("chunk_tokens", [7, 50, 1000])
-def test_chunks_end_with_sentences_and_are_about_as_long_as_asked(chunk_tokens):
-    text = " ".join(sentence("a", place) for place in range(40))
-    chunks = cut_text(text, chunk_tokens, count)
-    assert " ".join(chunks) == text
-    assert all(chunk.endswith("day.") for chunk in chunks)
-    assert all(count(chunk) <= chunk_tokens + 7 for chunk in chunks)
-    assert len(chunks) == pytest.approx(280 / min(chunk_tokens, 280), abs=1)
+def test_a_setting_that_the_questions_do_not_have_is_refused():
+    with pytest.raises(DatasetError, match=r"'upright' must be one of .*retrieved"):
+        choose_questions("single-hop", 2, ("upright",))
 
 
 # Prompts
