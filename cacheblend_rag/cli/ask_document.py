@@ -16,7 +16,6 @@ from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.document_windows import AnalysisPlan
-from cacheblend_rag.rag.extracting import EXTRACTORS
 from cacheblend_rag.rag.long_document import (
     SUMMARY,
     AnswerLog,
@@ -24,7 +23,7 @@ from cacheblend_rag.rag.long_document import (
     analyze_long_document,
     default_lead_in,
 )
-from cacheblend_rag.rag.readers import UnreadableFileError, read_file
+from cacheblend_rag.rag.readers import EXTRACTORS, UnreadableFileError, read_file
 from cacheblend_rag.settings import EMBEDDED, EngineConfig
 
 DEFAULT_KV_PATH = ".cacheblend-documents"

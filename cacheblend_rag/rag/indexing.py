@@ -28,8 +28,13 @@ from cacheblend_rag.rag.collection import (
     open_quietly,
     source_name,
 )
-from cacheblend_rag.rag.extracting import PARAGRAPH
-from cacheblend_rag.rag.readers import EXTRA, FoundFiles, UnreadableFileError, read_file
+from cacheblend_rag.rag.readers import (
+    EXTRA,
+    PARAGRAPH,
+    FoundFiles,
+    UnreadableFileError,
+    read_file,
+)
 from cacheblend_rag.rag.retrieval import Embedder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
