@@ -70,7 +70,6 @@ def ask_document(
             raise PromptError(f"{path} cannot be analyzed: {error}") from error
         if found.note:
             output.warn(f"{path}: {found.note}")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             with closing(asking.load_engine(config, progress)) as engine:
                 analysis = analyze_long_document(

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.rag.answering import Asker
+from cacheblend_rag.rag.collection import open_quietly
 from cacheblend_rag.rag.ordering import PassageOrder, Source
 from cacheblend_rag.reason import ReasonCode
 
@@ -43,7 +43,7 @@ def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
     with progress.phase("loading the libraries"):
         quiet_libraries()
     with progress.phase(f"loading the model {config.model}".rstrip()):
-        return open_engine(config)
+        return open_quietly(config)
 
 
 def opened(folder: Path, given: Mapping[str, Any]) -> Asker:

@@ -1,9 +1,8 @@
 """A collection on disk: the folder that `index` fills and `ask` reads.
 
-``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
-engine. A document is written in one transaction, after its KV is stored: even if ``index`` is
-interrupted, the collection holds whole documents only. How many of its chunks lack KV is written in
-the same transaction. Nothing read from the file is trusted.
+``collection.sqlite`` holds settings, and for each document a row with its chunks and their vectors;
+``kv/`` belongs to the engine. A row is written after the document's KV is stored: even if ``index``
+is interrupted, the collection holds whole documents only. Nothing read from the file is trusted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from filelock import FileLock, Timeout
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, Json, StringConstraints, TypeAdapter, ValidationError, model_validator
 
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.model_files import quiet_libraries
@@ -39,25 +38,25 @@ if TYPE_CHECKING:
 
 LOCK_NAME = "index.lock"
 APPLICATION_ID = 0x63627261
-VERSION = 2
+VERSION = 3
 WAIT_SECONDS = 60.0
 TABLES = f"""
 PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 CREATE TABLE settings (body TEXT, fingerprint TEXT);
-CREATE TABLE documents (source TEXT PRIMARY KEY, content_hash TEXT, unfinished INTEGER);
-CREATE TABLE chunks (
-    source TEXT REFERENCES documents ON DELETE CASCADE ON UPDATE CASCADE,
-    position INTEGER, text TEXT, vector BLOB, PRIMARY KEY (source, position)
-) WITHOUT ROWID;
+CREATE TABLE documents (
+    source TEXT PRIMARY KEY, content_hash TEXT, unfinished INTEGER, chunks TEXT, vectors BLOB
+);
 """
-"""``unfinished``: how many chunks lack KV that could not be stored."""
+"""``unfinished``: how many chunks lack KV that could not be stored. ``chunks``: a list in JSON."""
 Name = Annotated[str, Field(strict=True)]
 Text = Annotated[Name, StringConstraints(pattern=r"\S")]
 Number = Annotated[int, Field(strict=True, ge=0)]
+Chunks = Annotated[list[Text], Field(min_length=1)]
 SETTINGS_ROWS = TypeAdapter(list[tuple[Name, Name]])
-DOCUMENT_ROWS = TypeAdapter(list[tuple[Name, Name, Number]])
-CHUNK_ROWS = TypeAdapter(list[tuple[Name, Number, Text, Annotated[bytes, Field(strict=True)]]])
+STATE_ROWS = TypeAdapter(list[tuple[Name, Name, Number]])
+Blob = Annotated[bytes, Field(strict=True)]
+DOCUMENT_ROWS = TypeAdapter(list[tuple[Name, Name, Number, Json[Chunks], Blob]])
 
 
 class CollectionSettings(Settings):
@@ -167,25 +166,22 @@ class Collection(AbstractContextManager["Collection"]):
 
     def content_hashes(self) -> dict[str, str]:
         """Return the hash of each document's file, by source."""
-        return {source: content_hash for source, content_hash, _ in self._documents()}
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many documents and how many chunks there are."""
-        with self._reading():
-            tables = ("documents", "chunks")
-            counts = [self._file.execute(f"SELECT COUNT(*) FROM {one}") for one in tables]  # noqa: S608
-            (documents,), (chunks,) = (one.fetchone() for one in counts)
-            return documents, chunks
+        return {source: content_hash for source, content_hash, _ in self._states()}
 
     def unfinished(self) -> dict[str, int]:
         """Return for each unfinished document, by source, how many chunks lack KV."""
-        return {source: count for source, _, count in self._documents() if count}
+        return {source: count for source, _, count in self._states() if count}
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many documents and how many chunks there are."""
+        ((documents, chunks),) = self._run(
+            "SELECT COUNT(*), IFNULL(SUM(json_array_length(chunks)), 0) FROM documents"
+        )
+        return documents, chunks
 
     def note_unfinished(self, source: str, chunks: int) -> None:
         """Record how many chunks of a document lack KV; 0 means none."""
-        with self._reading():
-            row = (chunks, source)
-            self._file.execute("UPDATE documents SET unfinished = ? WHERE source = ?", row)
+        self._run("UPDATE documents SET unfinished = ? WHERE source = ?", chunks, source)
 
     def replace(
         self, document: Document, content_hash: str, vectors: Vectors, *, unfinished: int = 0
@@ -195,26 +191,20 @@ class Collection(AbstractContextManager["Collection"]):
         unfinished: how many of its chunks lack KV that could not be stored. Raises ConfigError when
         the size of its vectors differs from that of the collection's.
         """
-        source = document.document_id
-        with self._reading(), self._file:  # which commits, or rolls back
-            self._file.execute("BEGIN IMMEDIATE")
-            found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()
-            if found is not None and found[0] != vectors.astype("<f4").strides[0]:
+        stored = vectors.astype("<f4")
+        size = "LENGTH(vectors) / json_array_length(chunks)"
+        for (there,) in self._run(f"SELECT {size} FROM documents LIMIT 1"):  # noqa: S608
+            if there != stored.strides[0]:
                 raise ConfigError(
                     f"embedding model {self.settings.embedding_model!r} is not the one that "
                     f"{self.folder} was indexed with: index with --rebuild"
                 )
-            self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
-            row = (source, content_hash, unfinished)
-            self._file.execute("INSERT INTO documents VALUES (?, ?, ?)", row)
-            numbered = enumerate(zip(document.chunks, vectors, strict=True))
-            rows = [(source, n, text, v.astype("<f4").tobytes()) for n, (text, v) in numbered]
-            self._file.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
+        row = (document.document_id, content_hash, unfinished, json.dumps(document.chunks))
+        self._run("REPLACE INTO documents VALUES (?, ?, ?, ?, ?)", *row, stored.tobytes())
 
     def remove(self, source: str) -> None:
         """Delete a document, if it exists."""
-        with self._reading():
-            self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
+        self._run("DELETE FROM documents WHERE source = ?", source)
 
     def load(self) -> tuple[tuple[Document, ...], Vectors]:
         """Read all documents, and a vector for each of their chunks, in order.
@@ -223,23 +213,19 @@ class Collection(AbstractContextManager["Collection"]):
         """
         import numpy as np
 
-        texts: dict[str, list[str]] = {}
+        found = self._run("SELECT * FROM documents ORDER BY source")
+        if not found:
+            raise StoreError(f"{self.folder} holds no documents: add some with `index`")
         with self._reading():
-            found = self._file.execute("SELECT * FROM chunks ORDER BY source, position").fetchall()
-            for source, position, text, _ in CHUNK_ROWS.validate_python(found):
-                of_document = texts.setdefault(source, [])
-                if position != len(of_document):
-                    raise ValueError(f"chunk {position} of {source!r} is out of place")
-                of_document.append(text)
-            if texts.keys() != self.content_hashes().keys():
-                raise ValueError("a document has no chunks")
-            if not found:
-                raise StoreError(f"{self.folder} holds no documents: add some with `index`")
-            vectors = np.stack([np.frombuffer(vector, "<f4") for *_, vector in found])
-            if not vectors.size or not np.isfinite(vectors).all():
+            rows = DOCUMENT_ROWS.validate_python(found)
+            vectors = [
+                np.frombuffer(vectors, "<f4").reshape(len(chunks), -1)
+                for *_, chunks, vectors in rows
+            ]
+            joined = np.concatenate(vectors).astype(np.float32)
+            if not joined.size or not np.isfinite(joined).all():
                 raise ValueError("a vector holds no numbers")
-        documents = tuple(Document(source, tuple(chunks)) for source, chunks in texts.items())
-        return documents, vectors.astype(np.float32)
+        return tuple(Document(source, tuple(chunks)) for source, _, _, chunks, _ in rows), joined
 
     def open_engine(self, given: Mapping[str, Any]) -> Engine:
         """Open the collection's engine; given: as for CollectionSettings.engine_config.
@@ -257,10 +243,15 @@ class Collection(AbstractContextManager["Collection"]):
             )
         return engine
 
-    def _documents(self) -> list[tuple[str, str, int]]:
+    def _states(self) -> list[tuple[str, str, int]]:
+        found = self._run("SELECT source, content_hash, unfinished FROM documents ORDER BY source")
         with self._reading():
-            rows = self._file.execute("SELECT * FROM documents ORDER BY source").fetchall()
-            return DOCUMENT_ROWS.validate_python(rows)
+            return STATE_ROWS.validate_python(found)
+
+    def _run(self, statement: str, *values: Any) -> list[Any]:
+        """Run a statement, which is a transaction of its own, and return its rows."""
+        with self._reading():
+            return self._file.execute(statement, values).fetchall()
 
     def _reading(self) -> AbstractContextManager[None]:
         return _reading(self.folder / FILE_NAME)
@@ -329,7 +320,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def _connect(path: Path) -> sqlite3.Connection:
     file = connect(path, "rw", WAIT_SECONDS)
     file.text_factory = str
-    file.executescript("PRAGMA foreign_keys = ON; PRAGMA secure_delete = ON")
+    file.execute("PRAGMA secure_delete = ON")
     return file
 
 

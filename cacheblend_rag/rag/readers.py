@@ -38,9 +38,10 @@ BREAKS_BEFORE = {
     **dict.fromkeys(("td", "th"), " "),
 }
 BLOCK_TAGS = frozenset(
-    "address article aside blockquote body caption details div dl fieldset figcaption figure "
-    "footer form h1 h2 h3 h4 h5 h6 head header hr main nav ol p pre section select summary table "
-    "textarea title ul".split()
+    {"address", "article", "aside", "blockquote", "body", "caption", "details", "div", "dl"}
+    | {"fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6"}
+    | {"head", "header", "hr", "main", "nav", "ol", "p", "pre", "section", "select", "summary"}
+    | {"table", "textarea", "title", "ul"}
 )
 VERBATIM_TAGS = frozenset({"pre", "textarea"})
 HIDDEN_TAGS = frozenset({"script", "style", "iframe", "noembed", "noframes"})
@@ -314,8 +315,9 @@ def _html(path: Path) -> Extracted:
 
 
 class _ShownText(HTMLParser):
-    """Collects all text but scripts, styles and frames, in ``parts``: each with whether white
-    space counts.
+    """Collects all text but scripts, styles and frames.
+
+    parts: the texts, each with whether its white space counts.
     """
 
     def __init__(self) -> None:

@@ -155,7 +155,7 @@ def test_questions_may_hold_anything_and_a_prompt_without_room_is_told(ask, inde
 
 def test_vectors_of_another_embedding_model_are_one_line(cli, own):
     with sqlite3.connect(own / FILE_NAME) as file:
-        file.execute("UPDATE chunks SET vector = x'0000803f'")
+        file.execute("UPDATE documents SET vectors = zeroblob(4 * json_array_length(chunks))")
     file.close()
     outcome = cli("ask", "Who?", "--from", own)
     assert outcome.code == 2

@@ -64,21 +64,6 @@ def test_a_document_takes_the_place_of_its_older_self_and_goes_whole(folder):
             collection.load()
 
 
-def test_an_interruption_while_writing_leaves_the_older_document(folder):
-    def broken():
-        yield "Another text."
-        raise KeyboardInterrupt
-
-    class Interrupted:
-        document_id = TWO.document_id
-        chunks = broken()
-
-    with Collection(folder) as collection:
-        with pytest.raises(KeyboardInterrupt):
-            collection.replace(Interrupted(), "hash new", vectors(2))
-        assert collection.load()[0] == (ONE, TWO)
-
-
 def test_vectors_of_another_size_are_refused(folder):
     with Collection(folder) as collection:
         with pytest.raises(ConfigError, match="--rebuild"):
@@ -151,16 +136,18 @@ def settings_as(**changes):
         lambda folder: change(folder, settings_as(chunk_size="64")),
         lambda folder: change(folder, settings_as(chunk_size=-1)),
         lambda folder: change(folder, settings_as(extra=1)),
-        lambda folder: change(folder, "DROP TABLE chunks"),
-        lambda folder: change(folder, "UPDATE chunks SET vector = 'text'"),
-        lambda folder: change(folder, "UPDATE chunks SET vector = x'0000' WHERE position = 1"),
-        lambda folder: change(folder, "UPDATE chunks SET vector = x'00000000' WHERE position = 1"),
-        lambda folder: change(folder, "UPDATE chunks SET vector = x'0000c07f'"),
-        lambda folder: change(folder, "UPDATE chunks SET text = '  ' WHERE position = 1"),
-        lambda folder: change(folder, "UPDATE chunks SET text = x'ff' WHERE position = 1"),
-        lambda folder: change(folder, "UPDATE chunks SET text = CAST(x'ff' AS TEXT)"),
-        lambda folder: change(folder, "UPDATE chunks SET position = 7 WHERE position = 1"),
-        lambda folder: change(folder, "DELETE FROM chunks WHERE source = 'docs/one.md'"),
+        lambda folder: change(folder, "DROP TABLE documents"),
+        lambda folder: change(folder, "UPDATE documents SET vectors = 'text'"),
+        lambda folder: change(folder, "UPDATE documents SET vectors = x'0000'"),
+        lambda folder: change(folder, "UPDATE documents SET vectors = x''"),
+        lambda folder: change(folder, "UPDATE documents SET vectors = x'00000000' WHERE rowid = 1"),
+        lambda folder: change(folder, "UPDATE documents SET vectors = x'0000c07f' WHERE rowid = 2"),
+        lambda folder: change(folder, """UPDATE documents SET chunks = '["  "]'"""),
+        lambda folder: change(folder, "UPDATE documents SET chunks = x'ff'"),
+        lambda folder: change(folder, "UPDATE documents SET chunks = CAST(x'ff' AS TEXT)"),
+        lambda folder: change(folder, "UPDATE documents SET chunks = '[1]'"),
+        lambda folder: change(folder, "UPDATE documents SET chunks = '[]'"),
+        lambda folder: change(folder, """UPDATE documents SET chunks = '["a", "b", "c"]'"""),
         lambda folder: change(folder, "UPDATE documents SET unfinished = 'all'"),
     ],
 )
