@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         WindowAnswer,
         analyze_long_document,
     )
-    from cacheblend_rag.rag.ordering import PassageOrder
+    from cacheblend_rag.rag.prompt import PassageOrder
     from cacheblend_rag.report import (
         BlendReport,
         ChunkReport,
@@ -116,7 +116,7 @@ _PLACES = {
     "rag.conversation": "Conversation forget_conversation",
     "rag.long_document": "LongDocumentAnalysis LongDocumentReport PromptAnswer WindowAnswer "
     "analyze_long_document",
-    "rag.ordering": "PassageOrder",
+    "rag.prompt": "PassageOrder",
     "progress": "ProgressCallbacks",
     "report": "BlendReport ChunkReport FillReport GuardReport PrecomputeReport",
     "settings": "BlendConfig EngineConfig GuardConfig LeadInConfig Profile StoreConfig",

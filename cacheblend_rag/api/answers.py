@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.refused import ApiError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.rag.ordering import Source
+    from cacheblend_rag.rag.prompt import Source
     from cacheblend_rag.settings import BlendConfig
 
 

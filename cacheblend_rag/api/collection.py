@@ -14,8 +14,7 @@ from cacheblend_rag.api.answers import Asked
 from cacheblend_rag.api.errors import bad_field
 from cacheblend_rag.printable import one_line
 from cacheblend_rag.rag.answering import clean_question
-from cacheblend_rag.rag.ordering import PassageOrder, Source
-from cacheblend_rag.rag.prompt import AskedTurn, Turn
+from cacheblend_rag.rag.prompt import PassageOrder, Source, Turn
 from cacheblend_rag.text.chat import plain_content
 
 if TYPE_CHECKING:
@@ -67,11 +66,11 @@ class Retriever:
         self.asker.engine.prepare(question)  # before a search, which takes any length
         told = [_text(one, at) for at, one in enumerate(before) if one["role"] == "system"]
         turns, unanswered = _turns(before)
-        earlier = [one.turn for one in turns] + [Turn(text, ()) for text in unanswered]
+        earlier = turns + [Turn(text) for text in unanswered]
         with self._one_at_a_time:  # the embedding model is for one thread
             sources = self.asker.retrieve(question, self.top_k, self.order, earlier)
         asked = "\n\n".join([*(text for text in told if text.strip()), *unanswered, question])
-        fitted = self.asker.fit(turns, asked, sources, sampling.max_tokens)
+        fitted = self.asker.fit(turns, Turn.of(asked, sources), sampling.max_tokens)
         cites = self.cites and sampling.structured_outputs is None
         return Asked(
             [fitted.prepared],
@@ -82,9 +81,9 @@ class Retriever:
         )
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[AskedTurn], list[str]]:
+def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Turn], list[str]]:
     """Return the earlier questions with their answers, and the last ones if they have none."""
-    turns: list[AskedTurn] = []
+    turns: list[Turn] = []
     asked: list[str] = []
     said = [(one["role"], _text(one, at).strip()) for at, one in enumerate(messages)]
     exchanged = [(role, text) for role, text in said if text and role in ("user", "assistant")]
@@ -93,7 +92,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[list[AskedTurn], list
         if role == "user":
             asked.append(text)
         elif asked:
-            turns.append(AskedTurn(Turn("\n\n".join(asked), (), text), ()))
+            turns.append(Turn("\n\n".join(asked), answer=text))
             asked = []
     return turns, asked
 

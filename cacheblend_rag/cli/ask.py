@@ -18,7 +18,7 @@ from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.cli.named_settings import SetOption, engine_options, split
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.rag import DEFAULT_FOLDER
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.prompt import PassageOrder
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
@@ -151,10 +151,11 @@ def _answered(
 ) -> tuple[FittedPrompt, Generation, Generation | None]:
     """Return the prompt, its answer, and the one by full prefill to compare it with."""
     from cacheblend_rag.rag.answering import finished
+    from cacheblend_rag.rag.prompt import Turn
 
     sampling = asker.stopping(asked)
     sources = asker.retrieve(question, top_k, order)
-    fitted = asker.fit((), question, sources, sampling.max_tokens)
+    fitted = asker.fit((), Turn.of(question, sources), sampling.max_tokens)
     if left_out := len(sources) - len(fitted.sources):
         output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
     if compare:  # untimed, both ways, so that no timing includes first-request costs

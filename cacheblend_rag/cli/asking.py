@@ -14,7 +14,7 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection import open_quietly
-from cacheblend_rag.rag.ordering import PassageOrder, Source
+from cacheblend_rag.rag.prompt import PassageOrder, Source
 from cacheblend_rag.reason import ReasonCode
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, packaged
 from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.answering import Embedder, VectorSearch
 from cacheblend_rag.rag.prompt import INSTRUCTION
-from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
 from cacheblend_rag.settings import EMBEDDED, EngineConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker, clean_question
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.prompt import PassageOrder, Turn
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
@@ -71,5 +71,5 @@ def opened_question(
     asked = clean_question(question)
     with Asker(folder, given, progress=progress) as asker:
         sources = asker.retrieve(asked, asking.TOP_K, PassageOrder.SCORE)
-        fitted = asker.fit((), asked, sources, asking.MAX_TOKENS)
+        fitted = asker.fit((), Turn.of(asked, sources), asking.MAX_TOKENS)
         yield Opened(asker.engine, fitted.prepared, asker.model, asked)

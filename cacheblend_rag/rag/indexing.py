@@ -21,6 +21,7 @@ from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import FILE_NAME, checks
+from cacheblend_rag.rag.answering import Embedder
 from cacheblend_rag.rag.collection import (
     Collection,
     CollectionSettings,
@@ -35,7 +36,6 @@ from cacheblend_rag.rag.readers import (
     UnreadableFileError,
     read_file,
 )
-from cacheblend_rag.rag.retrieval import Embedder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.settings import EMBEDDED

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError, PromptTooLongError
 from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.document_windows import AnalysisPlan, cut_document
-from cacheblend_rag.rag.prompt import ANSWER_SHARE, RagPrompt, Turn
+from cacheblend_rag.rag.prompt import ANSWER_SHARE, Passage, RagPrompt, Turn
 from cacheblend_rag.result_log import ResultLog
 from cacheblend_rag.text.chunk import SEPARATOR, Chunk
 from cacheblend_rag.text.encoder import EDGE_TOKENS
@@ -251,7 +251,7 @@ class LongDocumentAnalysis:
     def _room_beside_question(self) -> int:
         """Return how many tokens of passages a prompt may hold; raises PromptTooLongError."""
         window, answer = self._engine.context_window, self._answer_tokens
-        tokens = self._tokens(self._prompt.render([Turn(self._question, ())])) + EDGE_TOKENS
+        tokens = self._tokens(self._prompt.render([Turn(self._question)])) + EDGE_TOKENS
         if tokens >= window - answer:
             raise PromptTooLongError(tokens, window, answer_tokens=answer)
         return window - answer - tokens
@@ -283,7 +283,7 @@ class LongDocumentAnalysis:
                 engine.evict_document(report.document_id, report.collection, kept=self._chunks)
             for first in range(report.windows):
                 end = first + report.window
-                passages = [chunk.text for chunk in self._chunks[first:end]]
+                passages: list[Passage] = [*self._chunks[first:end]]
                 if answers and self._plan.combine == "refine":
                     passages.append(REFINE.format(answer=answers[-1]))
                 answer, is_resumed = self._answered(passages, first, end)
@@ -314,13 +314,13 @@ class LongDocumentAnalysis:
         return answers[0] if answers else ""
 
     def _answered(
-        self, passages: Sequence[str], first: int = 0, end: int = 0
+        self, passages: Sequence[Passage], first: int = 0, end: int = 0
     ) -> tuple[PromptAnswer, bool]:
         """Return the answer to the question behind passages, and whether an earlier run gave it.
 
-        first, end: the passages are the document's chunks [first, end).
+        first, end: the document's chunks [first, end) are among the passages.
         """
-        engine, turns = self._engine, [Turn(self._question, tuple(passages))]
+        engine, turns = self._engine, [Turn.of(self._question, passages)]
         key = {
             "prompt": hashlib.sha256(self._prompt.render(turns).encode()).hexdigest()[:32],
             "model": engine.model_name,
@@ -334,7 +334,7 @@ class LongDocumentAnalysis:
             return known, True
         if end > self._stored:
             self._store(first, end)
-        prompt = self._prompt.segmented(turns, engine.registry, self._chunks[first:end])
+        prompt = self._prompt.segmented(turns, engine.registry)
         made = engine.generate(prompt, self._sampling, config=self._config)
         told = made.report
         tokens = (told.prompt_tokens, told.reused_tokens, told.recomputed_tokens)

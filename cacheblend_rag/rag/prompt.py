@@ -9,12 +9,14 @@ a template tells the date, prompts have today's and the lead-in text that of a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from enum import StrEnum
+from itertools import count
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cacheblend_rag.errors import PromptTooLongError
-from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.text.chat import (
     PLACE,
     InstructedChat,
@@ -32,10 +34,81 @@ if TYPE_CHECKING:
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.text.registry import ChunkRegistry
 
+Found = TypeVar("Found")
+"""A passage: a Source here, a node or a Document in frameworks."""
 INSTRUCTION = (
     "Answer the question from the passages below. Use nothing else. If they do not hold the "
     "answer, say so. Be brief."
 )
+
+
+class PassageOrder(StrEnum):
+    """The order of passages in a prompt.
+
+    Attributes:
+        SCORE: best first.
+        DOCUMENT: passages of one document together and in its order, the document with the best
+            passage first.
+        REVERSE: best last, next to the question.
+    """
+
+    SCORE = "score"
+    DOCUMENT = "document"
+    REVERSE = "reverse"
+
+    def arrange(
+        self,
+        found: Sequence[Found],
+        *,
+        document_of: Callable[[Found], Hashable],
+        positions_of: Callable[[Sequence[Found]], Sequence[int]],
+    ) -> list[Found]:
+        """Put passages in this order.
+
+        Args:
+            found: the passages, best first.
+            document_of: returns a passage's document; None is a document of that passage alone.
+            positions_of: returns the positions of passages, given best first, in their common
+                document. At equal positions the better one stays first.
+
+        Returns:
+            The same passages, all of them.
+        """
+        if self is PassageOrder.SCORE:
+            return list(found)
+        if self is PassageOrder.REVERSE:
+            return list(reversed(found))
+        documents: dict[Hashable, list[Found]] = {}
+        for passage in found:
+            name = document_of(passage)
+            documents.setdefault(object() if name is None else name, []).append(passage)
+        ordered: list[Found] = []
+        for together in documents.values():
+            placed = zip(positions_of(together), together, strict=True)
+            ordered += [passage for _, passage in sorted(placed, key=itemgetter(0))]
+        return ordered
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved passage: chunk ``position`` (from 0) of its document, and its cosine."""
+
+    chunk: Chunk
+    position: int
+    score: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "source": self.chunk.document_id,
+            "chunk": self.position,
+            "score": self.score,
+            "text": self.chunk.text,
+        }
+
+
+Passage = Chunk | Source | str
+"""A passage of a turn: a chunk, a retrieved one, or a text that is no chunk."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +116,26 @@ class Turn:
     """One question with its passages, in the order of the prompt; ``answer`` is "" until given."""
 
     question: str
-    passages: tuple[str, ...]
+    sources: tuple[Source, ...] = ()
     answer: str = ""
+
+    @classmethod
+    def of(cls, question: str, passages: Sequence[Passage], answer: str = "") -> Self:
+        """Return a turn with passages of any kind, best first."""
+        return cls(question, tuple(map(_source, passages, count())), answer)
 
     @property
     def content(self) -> str:
         """The text of the user's message."""
-        return SEPARATOR.join([*self.passages, f"Question: {self.question}\nAnswer:"])
+        passages = [source.chunk.text for source in self.sources]
+        return SEPARATOR.join([*passages, f"Question: {self.question}\nAnswer:"])
+
+
+def _source(passage: Passage, rank: int) -> Source:
+    if isinstance(passage, Source):
+        return passage
+    chunk = Chunk(passage) if isinstance(passage, str) else passage
+    return Source(chunk, 0, 1.0 / (1 + rank))
 
 
 class RagPrompt:
@@ -81,11 +167,9 @@ class RagPrompt:
         """Return the prompt as text; it ends with the last turn's question."""
         return self._rendered(turns).text
 
-    def segmented(
-        self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
-    ) -> BlendPrompt:
+    def segmented(self, turns: Sequence[Turn], registry: ChunkRegistry) -> BlendPrompt:
         """Return ``render``'s text, split at the registered chunks in it."""
-        prompt = BlendPrompt.from_text(self._rendered(turns), registry, hints)
+        prompt = BlendPrompt.from_text(self._rendered(turns), registry, hints_of(turns))
         return replace(prompt, is_rendered=self._chat.has_template)
 
     def _rendered(self, turns: Sequence[Turn]) -> RenderedChat:
@@ -106,12 +190,9 @@ class RagPrompt:
 ANSWER_SHARE = 4
 
 
-@dataclass(frozen=True)
-class AskedTurn:
-    """A turn and its passages."""
-
-    turn: Turn
-    sources: tuple[Source, ...]
+def hints_of(turns: Iterable[Turn]) -> list[Chunk]:
+    """Return the chunks that a prompt of these turns holds."""
+    return [source.chunk for turn in turns for source in turn.sources]
 
 
 @dataclass(frozen=True)
@@ -122,7 +203,7 @@ class FittedPrompt:
     """
 
     prepared: PreparedPrompt
-    turns: tuple[AskedTurn, ...]
+    turns: tuple[Turn, ...]
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -146,9 +227,8 @@ class PromptFitter:
 
     def fit(
         self,
-        earlier: Sequence[AskedTurn],
-        question: str,
-        sources: Sequence[Source],
+        earlier: Sequence[Turn],
+        asked: Turn,
         max_tokens: int,
         conversation: ConversationKV | None = None,
     ) -> FittedPrompt:
@@ -160,10 +240,9 @@ class PromptFitter:
         window = self._engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)
         room = room if self._most_tokens is None else min(room, self._most_tokens)
-        kept, shown = list(earlier), list(sources)
+        kept, shown = list(earlier), list(asked.sources)
         while True:
-            texts = tuple(source.chunk.text for source in shown)
-            turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
+            turns = (*kept, replace(asked, sources=tuple(shown)))
             prepared, tokens = self._prepared(turns, conversation)
             if prepared is not None and tokens <= room:
                 return FittedPrompt(prepared, turns)
@@ -173,28 +252,26 @@ class PromptFitter:
                 tokens -= self._leave_out(kept, shown)
 
     def _prepared(
-        self, turns: Sequence[AskedTurn], conversation: ConversationKV | None
+        self, turns: Sequence[Turn], conversation: ConversationKV | None
     ) -> tuple[PreparedPrompt | None, int]:
         """Return the prompt, unless it is too long even without an answer, and its length."""
         from cacheblend_rag.engines.prepare import TurnPrompt
 
-        hints = [source.chunk for asked in turns for source in asked.sources]
-        told = [asked.turn for asked in turns]
-        prompt = self._prompt.segmented(told, self._engine.registry, hints)
-        turn = conversation and TurnPrompt(conversation, prompt, told[-1].question)
+        prompt = self._prompt.segmented(turns, self._engine.registry)
+        turn = conversation and TurnPrompt(conversation, prompt, turns[-1].question)
         try:
-            prepared = self._engine.prepare(turn or prompt, hints)
+            prepared = self._engine.prepare(turn or prompt, hints_of(turns))
         except PromptTooLongError as error:
             return None, error.tokens
         return prepared, len(prepared.token_ids)
 
-    def _leave_out(self, kept: list[AskedTurn], shown: list[Source]) -> int:
+    def _leave_out(self, kept: list[Turn], shown: list[Source]) -> int:
         """Remove the oldest turn, else the worst passage; returns an upper bound of its tokens."""
         if kept:
-            oldest = kept.pop(0).turn
-            text = f"{self._prompt.render([oldest])}{oldest.answer}"
-            return len(self._engine.tokenize(text)) + EDGE_TOKENS
-        worst = min(shown, key=lambda source: source.score)
-        shown.remove(worst)
-        parts = (worst.chunk.text, SEPARATOR)  # the passage's own tokens are known by now
+            oldest = kept.pop(0)
+            parts = [f"{self._prompt.render([oldest])}{oldest.answer}"]
+        else:
+            worst = min(shown, key=lambda source: source.score)
+            shown.remove(worst)
+            parts = [worst.chunk.text, SEPARATOR]  # the passage's own tokens are known by now
         return sum(len(self._engine.tokenize(part)) for part in parts) + EDGE_TOKENS

@@ -9,7 +9,7 @@ from cacheblend_rag import Chunk, SamplingParams
 from cacheblend_rag.api.app import create_app
 from cacheblend_rag.api.collection import Retriever, name_of, sources_text
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.ordering import Source
+from cacheblend_rag.rag.prompt import Source
 from tests.api.conftest import openai_client
 from tests.cli.conftest import indexed, one_thread  # noqa: F401 - fixtures
 

@@ -92,7 +92,7 @@ class Victim:
         encode = self.engine.tokenizer.encode
         answers = [encode(answer, add_special_tokens=False) for answer in attack.answers]
         _, scores = self.engine.generate_and_score(
-            self._prompt.render([Turn(attack.question, (attack.text,))]),
+            self._prompt.render([Turn.of(attack.question, (attack.text,))]),
             SamplingParams.greedy(max_tokens=1),
             lambda _: answers,
             config=self.engine.config.with_ratio(ratio),

@@ -10,7 +10,7 @@ from cacheblend_rag.cli.asking import report_lines
 from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.rag import FILE_NAME
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.prompt import PassageOrder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag.cli import ask_document, serve_vllm
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.rag import KV_NAME, answering, checks, indexing, retrieval
+from cacheblend_rag.rag import KV_NAME, answering, checks, indexing
 from tests.toy import TOY
 
 ASK = ("ask", "Who?", "--from", "{collection}")
@@ -220,7 +220,6 @@ def _nothing_is_loaded(monkeypatch):
     for owner, name in (
         (loading, "load_model"),
         (AutoTokenizer, "from_pretrained"),
-        (retrieval, "_bundled"),
         (answering, "VectorSearch"),
         (answering, "Embedder"),
         (indexing, "load_tokenizer"),

@@ -168,11 +168,10 @@ def test_a_read_only_store_is_not_written_to(opened: Open, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "broken",
     [
-        {"format": 2},
         {"kv": None},
         {"kv": {}},
-        {"turns": [{"question": 1, "answer": "", "passages": []}]},
-        {"turns": [{"question": "q"}]},
+        {"turns": [{"question": 1, "answer": "", "sources": []}]},
+        {"turns": [{"question": "q", "sources": [{"chunk": "q"}]}]},
     ],
 )
 def test_a_malformed_file_is_refused(opened: Open, tmp_path: Path, broken: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from cacheblend_rag import Chunk, SamplingParams
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.rag.ordering import Source
-from cacheblend_rag.rag.prompt import AskedTurn, PromptFitter, RagPrompt, Turn
+from cacheblend_rag.rag.prompt import PromptFitter, RagPrompt, Source, Turn
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer, words
 from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
@@ -65,7 +64,7 @@ def fitted_slowly(engine, prompt, earlier, question, sources):
     room = engine.context_window - min(MAX_TOKENS, engine.context_window // 4)
     kept, shown = list(earlier), list(sources)
     while True:
-        turns = [*(one.turn for one in kept), Turn(question, tuple(s.chunk.text for s in shown))]
+        turns = [*kept, Turn.of(question, shown)]
         text = prompt.segmented(turns, engine.registry)
         if len(text.encode(engine.encoder).token_ids) <= room:
             return (len(kept), [one.chunk.text for one in shown])
@@ -87,7 +86,7 @@ def test_where_all_fits_a_prompt_is_encoded_once_the_engine_included(tokenizer: 
     found = passages(40, 30, 50, 20)
     engine.precompute([one.chunk for one in found], progress=False)
     tokenizer.texts.clear()
-    fitted = PromptFitter(engine, prompt).fit((), QUESTION, found, MAX_TOKENS)
+    fitted = PromptFitter(engine, prompt).fit((), Turn.of(QUESTION, found), MAX_TOKENS)
     assert tokenizer.whole_prompts() == 1
     assert list(fitted.sources) == found
     tokenizer.texts.clear()
@@ -114,12 +113,11 @@ def test_as_much_is_left_out_as_one_encoding_after_another_says(kind: str) -> No
     for _ in range(12):
         found = [source(f"Passage {piece()}", draw.random()) for _ in range(5)]
         turns = [
-            AskedTurn(Turn(piece(), (f"Passage {piece()}",), piece()), (found[0],))
-            for _ in range(draw.randrange(3))
+            Turn.of(piece(), (f"Passage {piece()}",), piece()) for _ in range(draw.randrange(3))
         ]
         prompt = RagPrompt(tokenizer, INSTRUCTION)
-        all_of = Turn(QUESTION, tuple(one.chunk.text for one in found))
-        whole = len(tokenizer.encode(prompt.render([*(t.turn for t in turns), all_of])))
+        all_of = Turn.of(QUESTION, found)
+        whole = len(tokenizer.encode(prompt.render([*turns, all_of])))
         engine = NarrowEngine(tokenizer, draw.randrange(whole // 4, whole + 20))
         engine.register([one.chunk for one in found])
         tokenizer.texts.clear()
@@ -129,9 +127,9 @@ def test_as_much_is_left_out_as_one_encoding_after_another_says(kind: str) -> No
         fit = PromptFitter(engine, prompt).fit
         if wanted is None:
             with pytest.raises(PromptError, match="kept for the answer"):
-                fit(turns, QUESTION, found, MAX_TOKENS)
+                fit(turns, all_of, MAX_TOKENS)
         else:
-            fitted = fit(turns, QUESTION, found, MAX_TOKENS)
+            fitted = fit(turns, all_of, MAX_TOKENS)
             assert (len(fitted.turns) - 1, [one.chunk.text for one in fitted.sources]) == wanted
         encodings.append(tokenizer.whole_prompts())
         engine.close()
@@ -143,5 +141,5 @@ def test_a_question_without_room_is_told_with_its_length(tokenizer: Counting) ->
     engine, prompt = NarrowEngine(tokenizer, 40), RagPrompt(tokenizer, "")
     question = words(60, 1)
     with pytest.raises(PromptError, match=r"holds 62 tokens, .* is 40, and 10 tokens are kept for"):
-        PromptFitter(engine, prompt).fit((), question, passages(20), MAX_TOKENS)
+        PromptFitter(engine, prompt).fit((), Turn.of(question, passages(20)), MAX_TOKENS)
     engine.close()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.rag.prompt import PassageOrder
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.toy import DEFAULT_FRAME, INSTRUCTION, TOY
 
-NOW = Turn("What {now}?", ("Passage {a}.", "Passage b."))
-BEFORE = Turn("What before?", ("Passage c.",), "An answer.")
+NOW = Turn.of("What {now}?", ("Passage {a}.", "Passage b."))
+BEFORE = Turn.of("What before?", ("Passage c.",), "An answer.")
 
 
 class Templated:
@@ -52,7 +52,7 @@ def test_the_demo_model_is_asked_as_it_was_trained():
     prompt = RagPrompt(AutoTokenizer.from_pretrained(TOY), INSTRUCTION)
     assert prompt.lead_in == f"<bos>{DEFAULT_FRAME.head}"
     tail = DEFAULT_FRAME.tail.format(question="Who?")
-    assert prompt.render([Turn("Who?", ("A.", "B."))]) == f"{prompt.lead_in}A.\n\nB.{tail}"
+    assert prompt.render([Turn.of("Who?", ("A.", "B."))]) == f"{prompt.lead_in}A.\n\nB.{tail}"
     assert prompt.stop == ()
 
 
@@ -83,7 +83,7 @@ def test_every_prompt_begins_with_the_lead_in_and_holds_the_passages_whole(token
     assert prompt.lead_in == lead_in
     for turns in ([NOW], [BEFORE, NOW], [BEFORE, BEFORE, NOW]):
         text = prompt.render(turns)
-        assert text.startswith(f"{lead_in}{turns[0].passages[0]}\n\n")
+        assert text.startswith(f"{lead_in}{turns[0].sources[0].chunk.text}\n\n")
         assert text.count("Be {brief}.") == 1
         assert "Passage {a}.\n\nPassage b.\n\nQuestion: What {now}?\nAnswer:" in text
         assert text.count("An answer.") == len(turns) - 1
@@ -106,7 +106,7 @@ def test_nothing_in_a_turn_is_a_control_token():
     evil = "".join(tokenizer.all_special_tokens)
 
     def controls(text):
-        turns = [Turn(text, (text,), "Yes."), Turn("Who?", (text,))]
+        turns = [Turn.of(text, (text,), "Yes."), Turn.of("Who?", (text,))]
         ids = rag.segmented(turns, ChunkRegistry()).encode(tokenizer).token_ids
         return [token for token in ids if token in tokenizer.all_special_ids]
 
