@@ -7,20 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend_rag.engines.model_files import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, PromptError
 from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import BUNDLED, checks
-from cacheblend_rag.rag.collection import Collection
+from cacheblend_rag.rag.collection import Collection, Vectors
 from cacheblend_rag.rag.prompt import PassageOrder, PromptFitter, RagPrompt, Source, Turn
 from cacheblend_rag.rag.readers import EXTRA
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.sampling import SamplingParams
 
@@ -38,8 +35,6 @@ SHOWN_OF_ANSWER = 200
 """So many characters of an earlier answer are searched for: names stand at its beginning."""
 REPEATED = 16
 """How many passages are looked at for each that is wanted: a document may repeat itself."""
-
-Vectors: TypeAlias = "NDArray[np.float32]"
 
 
 class Embedder:

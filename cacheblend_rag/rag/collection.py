@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias
 
 from filelock import FileLock, Timeout
 from pydantic import Field, Json, StringConstraints, TypeAdapter, ValidationError, model_validator
@@ -33,9 +33,12 @@ from cacheblend_rag.sqlite_file import connect
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.rag.answering import Vectors
+    import numpy as np
+    from numpy.typing import NDArray
 
+    from cacheblend_rag.engines.base import Engine
+
+Vectors: TypeAlias = "NDArray[np.float32]"
 LOCK_NAME = "index.lock"
 APPLICATION_ID = 0x63627261
 VERSION = 3
