@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.structured import StructuredOutputs
-    from cacheblend_rag.engines.tool_use import read_tool_choice
+    from cacheblend_rag.engines.tool_use import read_arguments, read_tool_choice
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.folders import write_private
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
@@ -100,7 +100,7 @@ _PLACES = {
     "engines.prepare": "PreparedPrompt TurnPrompt",
     "engines.sampling": "SamplingParams",
     "engines.structured": "StructuredOutputs",
-    "engines.tool_use": "read_tool_choice",
+    "engines.tool_use": "read_arguments read_tool_choice",
     "engines.transformers": "TransformersEngine",
     "observe.explanation": "Explanation",
     "folders": "write_private",
@@ -210,6 +210,7 @@ __all__ = [
     "EngineSource",
     "names_of",
     "public_name",
+    "read_arguments",
     "read_boundary",
     "read_hints",
     "read_tool_choice",

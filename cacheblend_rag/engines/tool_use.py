@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +56,15 @@ def read_tool_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
         choice = CHOICES.get(name, name)
     check_choice(choice, tools)
     return cast(ToolChoice, choice)
+
+
+def read_arguments(call: ToolCall) -> dict[str, Any] | None:
+    """Return the arguments of a call; None if they are no JSON object (cut off, say)."""
+    try:
+        found = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)

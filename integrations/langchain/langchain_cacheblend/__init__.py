@@ -2,9 +2,11 @@
 
 from langchain_cacheblend.chains import DEFAULT_PROMPT, create_cacheblend_chain
 from langchain_cacheblend.chat_models import ChatCacheBlend
-from langchain_cacheblend.document_compressors import CacheBlendCompressor
-from langchain_cacheblend.document_transformers import CacheBlendTransformer
-from langchain_cacheblend.hints import retrieval_hints
+from langchain_cacheblend.documents import (
+    CacheBlendCompressor,
+    CacheBlendTransformer,
+    retrieval_hints,
+)
 from langchain_cacheblend.history import CacheBlendChatMessageHistory
 
 __version__ = "0.1.0"

@@ -23,14 +23,12 @@ from langchain_core.runnables import (
     RunnablePassthrough,
 )
 from langchain_core.runnables.utils import AddableDict
-from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import Field, InstanceOf, model_validator
 
 from langchain_cacheblend.chat_models import ChatCacheBlend
-from langchain_cacheblend.document_compressors import CacheBlendCompressor
-from langchain_cacheblend.document_transformers import CacheBlendTransformer
-from langchain_cacheblend.instruction import prompt_instruction
-from langchain_cacheblend.sources import checked_documents, to_hints
+from langchain_cacheblend.documents import CacheBlendCompressor, CacheBlendTransformer, to_hints
+from langchain_cacheblend.options import prompt_instruction
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,6 @@ def create_cacheblend_chain(
     document_prompt: BasePromptTemplate[str] = PAGE_CONTENT,
     document_separator: str = "\n\n",
     order: PassageOrder | str = PassageOrder.SCORE,
-    document_key: str | None = None,
     collection: str = "",
 ) -> Runnable[str | Values, Values]:
     """Return a chain from a question to ``input``, ``context``, ``answer`` and ``report``.
@@ -72,7 +69,6 @@ def create_cacheblend_chain(
             ``page_content`` itself is reused.
         document_separator: what joins them.
         order: as in CacheBlendCompressor.
-        document_key: as in CacheBlendCompressor.
         collection: as in CacheBlendTransformer.
 
     Returns:
@@ -84,6 +80,7 @@ def create_cacheblend_chain(
             takes no ``context``, and for Documents without an ``embedding``.
     """
     given = _Given(
+        documents_or_retriever=cast("Any", documents_or_retriever),
         llm=llm,
         prompt=prompt,
         embedding=embedding,
@@ -92,37 +89,30 @@ def create_cacheblend_chain(
         document_separator=document_separator,
         order=cast("PassageOrder", order),
     )
-    source = _checked_source(documents_or_retriever, embedding)
+    source = given.documents_or_retriever
     _settle_instruction(llm, prompt)
-    compressor = CacheBlendCompressor(
-        engine=llm.engine, order=given.order, document_key=document_key
-    )
+    compressor = CacheBlendCompressor(engine=llm.engine, order=given.order)
 
     def compress(values: Values) -> Sequence[Document]:
         return compressor.compress_documents(values["context"], values["input"])
-
-    async def acompress(values: Values) -> Sequence[Document]:
-        return await compressor.acompress_documents(values["context"], values["input"])
 
     def ask(values: Values) -> Runnable[Values, Any]:
         passages = document_separator.join(
             format_document(document, document_prompt) for document in values["context"]
         )
-        hints = to_hints(values["context"], document_key)
+        hints = to_hints(values["context"])
         return (
             RunnablePassthrough.assign(context=lambda _: passages) | prompt | llm.bind(hints=hints)
         )
 
     if not isinstance(source, Runnable):
-        CacheBlendTransformer(
-            engine=llm.engine, document_key=document_key, collection=collection
-        ).precompute(source)
+        CacheBlendTransformer(engine=llm.engine, collection=collection).precompute(source)
         store = InMemoryVectorStore.from_documents(source, cast("Embeddings", embedding))
         source = store.as_retriever(search_kwargs={"k": k})
     chain = (
         RunnableLambda(_as_values)
         | RunnablePassthrough.assign(context=itemgetter("input") | source)
-        | RunnablePassthrough.assign(context=RunnableLambda(compress, acompress))
+        | RunnablePassthrough.assign(context=RunnableLambda(compress))
         | RunnablePassthrough.assign(message=RunnableLambda(ask))
         | RunnableGenerator(_answers, _aanswers)
     )
@@ -132,6 +122,7 @@ def create_cacheblend_chain(
 class _Given(CheckedOptions):
     """The arguments of create_cacheblend_chain, checked."""
 
+    documents_or_retriever: InstanceOf[Runnable[Any, Any]] | list[InstanceOf[Document]]
     llm: InstanceOf[ChatCacheBlend]
     prompt: InstanceOf[BasePromptTemplate[Any]]
     embedding: InstanceOf[Embeddings] | None
@@ -141,28 +132,17 @@ class _Given(CheckedOptions):
     order: PassageOrder
 
     @model_validator(mode="after")
-    def _check_variables(self) -> Self:
+    def _check_together(self) -> Self:
         wanted = {"prompt": "context", "document_prompt": "page_content"}
         for name, variable in wanted.items():
             taken = getattr(self, name).input_variables
             if variable not in taken:
                 raise ConfigError(f"{name} must take {variable!r}, not only {taken}")
+        if self.documents_or_retriever == []:
+            raise ConfigError("documents_or_retriever holds no Document: give some, or a retriever")
+        if self.embedding is None and not isinstance(self.documents_or_retriever, Runnable):
+            raise ConfigError("embedding must be given together with Documents")
         return self
-
-
-def _checked_source(source: Any, embedding: Any) -> Runnable[str, list[Document]] | list[Document]:
-    if isinstance(source, Runnable):
-        return source
-    if isinstance(source, VectorStore):
-        raise ConfigError(
-            f"documents_or_retriever is a {type(source).__name__}: give store.as_retriever()"
-        )
-    documents = checked_documents(source)
-    if not documents:
-        raise ConfigError("documents_or_retriever holds no Document: give some, or a retriever")
-    if embedding is None:
-        raise ConfigError("embedding must be given together with Documents")
-    return documents
 
 
 def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) -> None:

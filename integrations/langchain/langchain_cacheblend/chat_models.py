@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, Self, cast
 
 from cacheblend_rag import (
     Arguments,
     ChatPrompt,
     ConfigError,
-    ConversationKV,
     Delta,
     Engine,
     Generation,
@@ -23,62 +23,37 @@ from cacheblend_rag import (
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import (
+    JsonOutputKeyToolsParser,
+    PydanticToolsParser,
+)
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.outputs import Generation as CachedGeneration
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from langchain_cacheblend.answers import overflow_told, to_message, to_piece
-from langchain_cacheblend.forms import structured, to_engine_tools, to_response_format
-from langchain_cacheblend.hints import current_hints
+from langchain_cacheblend.documents import current_hints
+from langchain_cacheblend.forms import to_engine_tools, to_response_format
 from langchain_cacheblend.history import current_conversation
-from langchain_cacheblend.messages import plain_text, to_openai_messages
+from langchain_cacheblend.messages import (
+    overflow_told,
+    plain_text,
+    to_message,
+    to_openai_messages,
+    to_piece,
+)
 from langchain_cacheblend.options import EngineOptions
 
-OWN_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logprobs",
-    "top_logprobs",
-)
-"""The call options that are fields of the model, too, beside ``stop``."""
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 FORMS = {"response_format", "structured_outputs"}
-BLENDING = {"recompute_ratio", "hints", "conversation"}
-CALL = Arguments("call option", frozenset({*OWN_FIELDS, "stop", *TOOLS, *FORMS, *BLENDING}))
+METHODS = ("json_schema", "function_calling", "json_mode")
 
 
-class ChatCacheBlend(EngineOptions, BaseChatModel):
-    """A self-hosted chat model that reuses the KV of retrieved passages.
-
-    .. code-block:: python
-
-        llm = ChatCacheBlend(model="path/to/model", instruction=prompt, kv_path="kv")
-        answer = llm.invoke("...")
-        answer.response_metadata["cacheblend"]  # what was reused, and why the rest was not
-
-    Passages precomputed by CacheBlendTransformer are found in any prompt, word for word. A passage
-    that is not found or not stored is computed, as by any other model.
-
-    Each call takes the sampling fields below in place of this object's own, ``tools``,
-    ``tool_choice`` and ``parallel_tool_calls`` (see bind_tools), ``response_format`` (OpenAI's, or
-    a schema: the form of the answer) or ``structured_outputs`` (vLLM's), ``recompute_ratio`` (0 is
-    plain reuse, 1 is ordinary prefill), ``hints`` (Chunks, or ids of documents, the prompt is known
-    to hold) and ``conversation`` (a ConversationKV: the KV of its earlier turns is reused, and that
-    of this call's turn kept).
-    """
-
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True, populate_by_name=True, hide_input_in_errors=True
-    )
+class Sampling(BaseModel):
+    """How answers are sampled: fields of the model, and options of a call."""
 
     max_tokens: int = 256
     """At most so many new tokens."""
@@ -104,13 +79,43 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     """Tell in ``response_metadata`` how likely each token of the answer was, as ChatOpenAI does."""
     top_logprobs: int | None = None
     """And this many of the most likely tokens in its place, at most 20."""
-    streaming: bool = False
-    """Stream inside ``invoke`` too, so that callbacks see tokens."""
 
     @field_validator("stop", mode="before")
     @classmethod
     def _read_stop(cls, given: Any) -> Any:
         return [given] if isinstance(given, str) else [] if given is None else given
+
+
+OWN_FIELDS = tuple(Sampling.model_fields)
+BLENDING = {"recompute_ratio", "hints"}
+CALL = Arguments("call option", frozenset({*OWN_FIELDS, *TOOLS, *FORMS, *BLENDING}))
+
+
+class ChatCacheBlend(EngineOptions, Sampling, BaseChatModel):
+    """A self-hosted chat model that reuses the KV of retrieved passages.
+
+    .. code-block:: python
+
+        llm = ChatCacheBlend(model="path/to/model", instruction=prompt, kv_path="kv")
+        answer = llm.invoke("...")
+        answer.response_metadata["cacheblend"]  # what was reused, and why the rest was not
+
+    Passages precomputed by CacheBlendTransformer are found in any prompt, word for word. A passage
+    that is not found or not stored is computed, as by any other model.
+
+    Each call takes the sampling fields below in place of this object's own, ``tools``,
+    ``tool_choice`` and ``parallel_tool_calls`` (see bind_tools), ``response_format`` (OpenAI's, or
+    a schema: the form of the answer) or ``structured_outputs`` (vLLM's), ``recompute_ratio`` (0 is
+    plain reuse, 1 is ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt is
+    known to hold).
+    """
+
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, populate_by_name=True, hide_input_in_errors=True
+    )
+
+    streaming: bool = False
+    """Stream inside ``invoke`` too, so that callbacks see tokens."""
 
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
@@ -131,7 +136,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             "engine_identity": self.engine_identity,
             **{name: getattr(self, name) for name in OWN_FIELDS},
             "model_sampling": repr(self.engine.model_sampling) if self._source.was_given else None,
-            "default_stop": self.stop,
+            "default_stop": self.stop,  # LangChain lays the call's own over "stop"
             "blend_config": self.blending.to_dict(),
         }
 
@@ -278,9 +283,41 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         Raises:
             ConfigError: when the schema or the method is none.
         """
-        return structured(
-            self, schema, method, include_raw=include_raw, strict=strict, options=kwargs
+        if method not in METHODS:
+            raise ConfigError(f"method={method!r:.40} must be one of {', '.join(METHODS)}")
+        if schema is None and method != "json_mode":
+            raise ConfigError(f"schema must be given with method={method!r}")
+        told = {"method": method} | ({} if method == "json_mode" else {"strict": strict})
+        bound = {**kwargs, "ls_structured_output_format": {"kwargs": told, "schema": schema}}
+        is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+        parser: Runnable[Any, Any]
+        if method == "function_calling":
+            name = to_engine_tools([schema])[0]["function"]["name"]
+            model = self.bind_tools(
+                [cast("Any", schema)],
+                tool_choice=name,
+                strict=strict,
+                parallel_tool_calls=False,
+                **bound,
+            )
+            parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            if is_class:
+                parser = PydanticToolsParser(tools=[cast("Any", schema)], first_tool_only=True)
+        else:
+            is_free = method == "json_mode"
+            form = {"type": "json_object"} if is_free else to_response_format(schema, strict)
+            model = self.bind(response_format=form, **bound)
+            parser = JsonOutputParser()
+            if is_class:
+                parser = PydanticOutputParser(pydantic_object=cast("Any", schema))
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(
+            parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
         )
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        told_why = parsed.with_fallbacks([failed], exception_key="parsing_error")
+        return RunnableMap(raw=model) | told_why
 
     # Inside
 
@@ -313,7 +350,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         }
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
-        told = {name: getattr(self, name) for name in (*OWN_FIELDS, "stop")} | dict(options)
+        told = {name: getattr(self, name) for name in OWN_FIELDS} | dict(options)
         if "response_format" in told:
             told["response_format"] = to_response_format(told["response_format"])
         return SamplingParams.of_call(told)
@@ -339,22 +376,16 @@ def _prompt(
     prompt: str | ChatPrompt = plain_text(told)
     if tools or engine.has_chat_template:
         prompt = ChatPrompt(told, tools, choice, options.get("parallel_tool_calls") is not False)
-    conversation = options.get("conversation", current_conversation())
+    conversation = current_conversation()
     asked = [one["content"] for one in told if one["role"] not in ("assistant", "tool")]
     if conversation is None or not asked or not asked[-1].strip():
         return prompt
-    if not isinstance(conversation, ConversationKV):
-        raise ConfigError(
-            f"conversation is a {type(conversation).__name__}: give a ConversationKV, such as "
-            "history.kv"
-        )
     return TurnPrompt(conversation, prompt, asked[-1])
 
 
 def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
     """Return options by their own names, without texts of hints: for traces and keys of caches."""
     told = CALL.renamed(_with_stop(options, stop))
-    told.pop("conversation", None)  # holds a secret, and changes no answer on purpose
     if told.get("hints"):
         told["hints"] = [_digest(hint) for hint in read_hints(told["hints"])]
     return told

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 from cacheblend_rag import ConfigError, StructuredOutputs
-from langchain_core.language_models import BaseChatModel
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.output_parsers.openai_tools import (
-    JsonOutputKeyToolsParser,
-    PydanticToolsParser,
-)
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import (
     convert_to_openai_function,
     convert_to_openai_tool,
 )
-from langchain_core.utils.pydantic import is_basemodel_subclass
 
 Tool = dict[str, Any]
 KNOWN = ("name", "description", "parameters")
 """What a tool in the OpenAI form says of its function."""
-METHODS = ("json_schema", "function_calling", "json_mode")
 ANSWER = "answer"
 """The name of a form that has none."""
-JSON_MODE = {"type": "json_object"}
 FORMATS = (
     "{'type': 'text'}, {'type': 'json_object'}, {'type': 'json_schema', 'json_schema': {'name': "
     "..., 'schema': ...}}, a Pydantic class, a TypedDict or a JSON schema"
@@ -91,48 +80,3 @@ def to_response_format(schema: Any, strict: bool | None = None) -> dict[str, Any
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"response_format={schema!r:.80} must be {FORMATS}") from error
     return {"type": "json_schema", "json_schema": named}
-
-
-def structured(
-    llm: BaseChatModel,
-    schema: Any,
-    method: str,
-    *,
-    include_raw: bool,
-    strict: bool | None,
-    options: Mapping[str, Any],
-) -> Runnable[Any, Any]:
-    """Return the model, bound to the form of a schema and to call options, and a parser behind it.
-
-    Arguments are those of ``ChatCacheBlend.with_structured_output``. Raises ConfigError.
-    """
-    if method not in METHODS:
-        raise ConfigError(f"method={method!r:.40} must be one of {', '.join(METHODS)}")
-    if schema is None and method != "json_mode":
-        raise ConfigError(f"schema must be given with method={method!r}")
-    told = {"method": method} if method == "json_mode" else {"method": method, "strict": strict}
-    bound: dict[str, Any] = {
-        **options,
-        "ls_structured_output_format": {"kwargs": told, "schema": schema},
-    }
-    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-    parser: Runnable[Any, Any]
-    if method == "function_calling":
-        name = to_engine_tools([schema])[0]["function"]["name"]
-        model = llm.bind_tools(
-            [schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **bound
-        )
-        parser = JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-        if is_class:
-            parser = PydanticToolsParser(tools=[schema], first_tool_only=True)
-    else:
-        form = JSON_MODE if method == "json_mode" else to_response_format(schema, strict)
-        model = llm.bind(response_format=form, **bound)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
-    if not include_raw:
-        return model | parser
-    parsed = RunnablePassthrough.assign(
-        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
-    )
-    failed = RunnablePassthrough.assign(parsed=lambda _: None)
-    return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")

@@ -28,7 +28,7 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
             answer = (prompt | llm).invoke({"history": history.messages, "input": question})
         history.add_messages([HumanMessage(question), answer])
 
-    Without ``reused()``, give each call ``conversation=history.kv``. Sessions never share KV.
+    Sessions never share KV.
 
     Attributes:
         kv: which KV of the session's turns is stored.
@@ -40,7 +40,6 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
         path: str | os.PathLike[str] | None = None,
         *,
         most_messages: int | None = None,
-        kv: ConversationKV | None = None,
     ) -> None:
         """Begin a session, or resume it.
 
@@ -49,14 +48,13 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
             path: a file in which messages and the names of KV are saved, for its owner alone. If it
                 exists, the session in it is resumed, also on another replica with the same store.
             most_messages: the oldest messages beyond so many are dropped; None keeps all.
-            kv: the KV of a new session; with bounds of its own, for instance.
 
         Raises:
             ConfigError: when the file cannot be read, or holds no session.
         """
         self._llm, self._most = llm, most_messages
         self._path = None if path is None else Path(path)
-        self.kv = ConversationKV() if kv is None else kv
+        self.kv = ConversationKV()
         self._messages: list[BaseMessage] = []
         if self._path is not None and self._path.exists():
             self._read(self._path)

@@ -16,7 +16,7 @@ from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables import run_in_executor
 
 from langchain_cacheblend.chat_models import ChatCacheBlend
-from langchain_cacheblend.sources import to_hints
+from langchain_cacheblend.documents import to_hints
 
 try:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
@@ -47,12 +47,11 @@ class CacheBlendMiddleware(AgentMiddleware):
     one that returns neither is named in a warning, once.
     """
 
-    def __init__(self, llm: ChatCacheBlend, *, document_key: str | None = None) -> None:
+    def __init__(self, llm: ChatCacheBlend) -> None:
         super().__init__()
         if not isinstance(llm, ChatCacheBlend):
             raise ConfigError(f"llm is a {type(llm).__name__}: give a ChatCacheBlend")
         self.llm = llm
-        self.document_key = document_key
         self._warned = False
 
     def wrap_model_call(
@@ -98,8 +97,7 @@ class CacheBlendMiddleware(AgentMiddleware):
             chunk
             for message in messages
             if isinstance(message, ToolMessage)
-            for chunk in to_hints(_documents(message), self.document_key)
-            or _known_chunks(message.text, llm)
+            for chunk in to_hints(_documents(message)) or _known_chunks(message.text, llm)
         ]
 
     def _warn_once(self, messages: Sequence[BaseMessage], results: Sequence[ToolMessage]) -> None:

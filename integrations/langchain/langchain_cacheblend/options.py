@@ -1,17 +1,21 @@
-"""EngineOptions: which engine a class works on, given ready or opened on first use."""
+"""EngineOptions: which engine a class works on, and what prompts say before their passages."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from cacheblend_rag import Engine, EngineComponent, EngineSource, public_name
-from langchain_core.prompts import BasePromptTemplate
+from cacheblend_rag import Engine, EngineComponent, EngineSource, public_name, text_before
+from langchain_core.messages import HumanMessage
+from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.utils import secret_from_env
 from pydantic import ConfigDict, Field, InstanceOf, SecretStr, model_validator
 
-from langchain_cacheblend.instruction import TemplateInstruction
+from langchain_cacheblend.messages import plain_text, to_openai_messages
+
+MARK = "\ue000"
 
 
 class EngineOptions(EngineComponent):
@@ -89,3 +93,33 @@ class EngineOptions(EngineComponent):
             if isinstance(told, BasePromptTemplate)
             else told or "",
         }
+
+
+@dataclass(frozen=True)
+class TemplateInstruction:
+    """The instruction that a prompt template holds, made with the model's tokenizer."""
+
+    template: BasePromptTemplate[Any]
+
+    def __call__(self, tokenizer: Any) -> str:
+        return prompt_instruction(self.template, tokenizer)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.template))
+
+
+def prompt_instruction(prompt: BasePromptTemplate[Any], tokenizer: Any) -> str:
+    """Return the text that every prompt of this template begins with, as the model reads it.
+
+    That is the rendered prompt up to its first variable, chat template included. Where the passages
+    are not the first variable (a history stands before them, say), it ends there. A date in the
+    chat template is that of a fixed day.
+    """
+    values: dict[str, Any] = dict.fromkeys(prompt.input_variables, MARK)
+    for part in prompt.messages if isinstance(prompt, ChatPromptTemplate) else ():
+        if isinstance(part, MessagesPlaceholder):
+            values[part.variable_name] = [HumanMessage(MARK)]
+    messages = to_openai_messages(prompt.format_prompt(**values).to_messages())
+    if not getattr(tokenizer, "chat_template", None):
+        return plain_text(messages).partition(MARK)[0]
+    return text_before(MARK, messages, tokenizer)

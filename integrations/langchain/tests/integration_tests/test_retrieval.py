@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cacheblend_rag import TransformersEngine
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_text_splitters import (
-    CharacterTextSplitter,
     MarkdownHeaderTextSplitter,
     RecursiveCharacterTextSplitter,
 )
@@ -25,7 +22,7 @@ from langchain_cacheblend import (
     ChatCacheBlend,
     create_cacheblend_chain,
 )
-from langchain_cacheblend.instruction import prompt_instruction
+from langchain_cacheblend.options import prompt_instruction
 from tests.models import make_tokenizer, random_engine, random_model
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
@@ -56,23 +53,17 @@ def markdown() -> list[Document]:
     return pages
 
 
-def split(name: str) -> list[Document]:
+def splits() -> dict[str, list[Document]]:
     recursive = RecursiveCharacterTextSplitter
-    if name == "recursive":
-        return recursive(chunk_size=500, chunk_overlap=0).split_documents(SOURCES)
-    if name == "recursive, overlap":
-        splitter = recursive(chunk_size=500, chunk_overlap=120, add_start_index=True)
-        return splitter.split_documents(SOURCES)
-    if name == "recursive, by tokens":
-        splitter = recursive.from_huggingface_tokenizer(
-            make_tokenizer(), chunk_size=90, chunk_overlap=20
-        )
-        return splitter.split_documents(SOURCES)
-    if name == "character":
-        return CharacterTextSplitter(chunk_size=600, chunk_overlap=0).split_documents(SOURCES)
-    if name == "markdown":
-        return markdown()
-    return recursive(chunk_size=300, chunk_overlap=40).split_documents(markdown())
+    overlapping = recursive(chunk_size=500, chunk_overlap=120, add_start_index=True)
+    by_tokens = recursive.from_huggingface_tokenizer(
+        make_tokenizer(), chunk_size=90, chunk_overlap=20
+    )
+    return {
+        "overlap": overlapping.split_documents(SOURCES),
+        "by tokens": by_tokens.split_documents(SOURCES),
+        "markdown": recursive(chunk_size=300, chunk_overlap=40).split_documents(markdown()),
+    }
 
 
 def reused_share(llm: ChatCacheBlend, outcome: dict[str, Any]) -> float:
@@ -81,19 +72,9 @@ def reused_share(llm: ChatCacheBlend, outcome: dict[str, Any]) -> float:
     return float(outcome["report"]["reused_tokens"]) / retrieved
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "recursive",
-        "recursive, overlap",
-        "recursive, by tokens",
-        "character",
-        "markdown",
-        "markdown, recursive",
-    ],
-)
+@pytest.mark.parametrize("name", ["overlap", "by tokens", "markdown"])
 def test_what_the_usual_splitters_make_is_reused(name: str) -> None:
-    llm, chunks = open_llm(max_tokens=1), split(name)
+    llm, chunks = open_llm(max_tokens=1), splits()[name]
     chain = create_cacheblend_chain(chunks, llm, embedding=EMBEDDING, k=5)
     outcomes = chain.batch(list(QUESTIONS), config={"max_concurrency": 1})
     assert all(len(outcome["context"]) == 5 for outcome in outcomes)
@@ -121,26 +102,13 @@ def test_the_chain_warns_when_passages_stand_behind_another_instruction(
     assert "another instruction" in caplog.text
 
 
-@pytest.fixture
-def ordered() -> tuple[TransformersEngine, list[Document]]:
+def test_text_that_changed_after_indexing_is_computed_and_named() -> None:
     engine = random_engine()
-    chunks = [
-        Document(page_content=f"Part {i} of {name}. {text}", metadata={"source": name})
-        for name, text in (("a", "The river is quiet. " * 6), ("b", "The tower is old. " * 6))
-        for i in range(3)
-    ]
-    CacheBlendTransformer(engine=engine).transform_documents(chunks)
-    return engine, chunks
-
-
-def texts(documents: Sequence[Document]) -> list[str]:
-    return [document.page_content[:11] for document in documents]
-
-
-def test_text_that_changed_after_indexing_is_computed_and_named(
-    ordered: tuple[TransformersEngine, list[Document]],
-) -> None:
-    engine, (a0, a1, *_) = ordered
+    a0, a1 = (
+        Document(f"Part {i} of it. " + "The river is quiet. " * 6, metadata={"source": "a"})
+        for i in range(2)
+    )
+    CacheBlendTransformer(engine=engine).transform_documents([a0, a1])
     changed = a1.model_copy(update={"page_content": a1.page_content.replace("quiet", "loud")})
     llm = ChatCacheBlend(engine=engine, max_tokens=1)
     chain = create_cacheblend_chain(RunnableLambda(lambda _: [a0, changed]), llm)
@@ -158,18 +126,3 @@ def test_text_that_changed_after_indexing_is_computed_and_named(
     )
     report = shouting.invoke("Who?")["report"]
     assert [chunk["reason"] for chunk in report["chunks"]] == ["altered text", "altered text"]
-
-
-def test_a_document_without_text_passes_through(caplog: pytest.LogCaptureFixture) -> None:
-    engine = random_engine()
-    documents = [
-        Document(page_content="", metadata={"source": "a"}),
-        Document(page_content="The river is quiet.", metadata={"source": "a"}),
-        Document(page_content="  \n"),
-    ]
-    transformer = CacheBlendTransformer(engine=engine)
-    assert transformer.transform_documents(documents) == documents
-    assert len(engine.registry) == 1
-    llm = ChatCacheBlend(engine=engine, max_tokens=1)
-    chain = create_cacheblend_chain(RunnableLambda(lambda _: documents), llm)
-    assert [c["hit"] for c in chain.invoke("Who?")["report"]["chunks"]] == [True]

@@ -24,12 +24,11 @@ DOCUMENTS = [Document("The river is quiet.")]
     ("given", "told"),
     [
         ({"llm": FakeListChatModel(responses=[])}, "llm must be an instance of ChatCacheBlend"),
-        ({"documents_or_retriever": "docs"}, "documents must be a valid list"),
-        ({"documents_or_retriever": ["text"]}, "documents must be an instance of Document"),
+        ({"documents_or_retriever": ["text"]}, "documents_or_retriever must be an instance of"),
         ({"documents_or_retriever": []}, "documents_or_retriever holds no Document"),
         (
             {"documents_or_retriever": InMemoryVectorStore(EMBEDDING)},
-            "is a InMemoryVectorStore: give store.as_retriever()",
+            "documents_or_retriever must be an instance of Runnable",
         ),
         ({"embedding": None}, "embedding must be given together with Documents"),
         ({"embedding": "all-MiniLM-L6-v2"}, "embedding must be an instance of Embeddings"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from gc import collect
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -14,27 +15,53 @@ from cacheblend_rag import (
     ConfigError,
     ModelLoadError,
 )
+from langchain_core import caches
 from langchain_core.documents import Document
+from langchain_core.globals import get_llm_cache, set_llm_cache
 from langchain_core.load import dumpd, dumps
+from langchain_core.messages import AIMessage
+from langchain_core.outputs import ChatGeneration
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from toy import TOY
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.options import EngineOptions
-from tests.cache_keys import cache_key
 from tests.models import random_engine
+
+
+class KnowingCache(caches.BaseCache):
+    """A cache that knows each answer. keys: what it was asked for, without the prompts."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def lookup(self, prompt: str, llm_string: str) -> caches.RETURN_VAL_TYPE:
+        self.keys.append(llm_string)
+        return [ChatGeneration(message=AIMessage("known"))]
+
+    def update(self, prompt: str, llm_string: str, return_val: caches.RETURN_VAL_TYPE) -> None:
+        raise AssertionError("a known answer is not computed")
+
+    def clear(self, **kwargs: Any) -> None:
+        self.keys.clear()
+
+
+def cache_key(llm: ChatCacheBlend, **options: Any) -> str:
+    """The key of an answer with these options; nothing is loaded for it."""
+    cache, before = KnowingCache(), get_llm_cache()
+    set_llm_cache(cache)
+    try:
+        assert llm.invoke("hello", **options).text == "known"
+    finally:
+        set_llm_cache(before)
+    (key,) = cache.keys
+    return key
 
 
 def one_line(error: BaseException) -> str:
     assert "\n" not in str(error)
     return str(error)
-
-
-def test_nothing_is_opened_before_it_is_needed() -> None:
-    llm = ChatCacheBlend(model="no-such-model")
-    assert not llm.is_open
-    assert llm.model_name == "no-such-model"
 
 
 def test_options_without_effect_are_refused() -> None:
@@ -58,7 +85,14 @@ def test_an_answers_options_by_other_names() -> None:
     assert (llm.max_tokens, llm.stop) == (5, ["x"])
     assert cache_key(llm, max_new_tokens=7) == cache_key(llm, max_tokens=7)
     assert cache_key(llm, stop_sequences=["a"]) == cache_key(llm, stop=["a"])
-    assert llm._get_ls_params(max_new_tokens=7)["ls_max_tokens"] == 7
+    assert llm._get_ls_params(max_new_tokens=7, temperature=0.5) == {
+        "ls_provider": "cacheblend",
+        "ls_model_type": "chat",
+        "ls_model_name": llm.model_name,
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 7,
+        "ls_stop": ["x"],
+    }
 
 
 @pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor])
@@ -85,30 +119,12 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
     assert "s3cret" not in str(raised.value)
 
 
-def test_wrong_documents_are_named_before_anything_is_loaded() -> None:
-    transformer = CacheBlendTransformer(model="no-such-model")
-    compressor = CacheBlendCompressor(model="no-such-model")
-    for documents, told in (
-        ("text", "documents must be a valid list"),
-        (Document("text"), "documents must be an instance of Document"),
-        (["text"], "documents must be an instance of Document"),
-    ):
-        for use in (
-            transformer.transform_documents,
-            lambda d: compressor.compress_documents(d, ""),
-        ):
-            with pytest.raises(ConfigError) as raised:
-                use(documents)
-            assert told in one_line(raised.value)
-
-
 def test_a_model_that_does_not_load(tmp_path: Path) -> None:
     llm = ChatCacheBlend(model=tmp_path / "none", instruction=ChatPromptTemplate.from_template("x"))
+    assert (llm.is_open, llm.model_name) == (False, "none")
     with pytest.raises(ModelLoadError) as raised:
         llm.invoke("hello")
     assert "there is no such folder" in one_line(raised.value)
-    with pytest.raises(ModelLoadError):
-        CacheBlendTransformer(model=tmp_path / "none").transform_documents([])
 
 
 def test_call_options_are_checked() -> None:
@@ -172,18 +188,6 @@ def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
     assert key() == keys[0]
 
 
-def test_traces_name_the_model_and_its_provider() -> None:
-    params = ChatCacheBlend(model="org/name", stop=["x"])._get_ls_params(temperature=0.5)
-    assert params == {
-        "ls_provider": "cacheblend",
-        "ls_model_type": "chat",
-        "ls_model_name": "org/name",
-        "ls_temperature": 0.5,
-        "ls_max_tokens": 256,
-        "ls_stop": ["x"],
-    }
-
-
 @pytest.mark.parametrize("is_given", [False, True], ids=["opened", "given"])
 def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: bool) -> None:
     opened = {"model": TOY, "namespace": "shared", "blend_config": {"min_tokens": 0}}
@@ -204,11 +208,3 @@ def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: boo
     del llm, again, configurable, settings
     collect()
     assert engine() is None
-
-
-def test_documents_come_once_from_a_generator() -> None:
-    documents = [Document("The river is quiet.")]
-    transformer = CacheBlendTransformer(engine=random_engine())
-    assert transformer.transform_documents(d for d in documents) == documents
-    with pytest.raises(ConfigError, match="ids must be a valid string"):
-        transformer.evict(documents)

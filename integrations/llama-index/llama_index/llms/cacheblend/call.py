@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from cacheblend_rag import (
     TokenLogprob,
     ToolCall,
     names_of,
+    read_arguments,
     read_hints,
     read_tool_choice,
 )
@@ -168,22 +168,17 @@ class Call(Generic[Response]):
 def _message(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
     """Return an assistant's message; calls of tools also in OpenAI's form: LlamaIndex reads it."""
     blocks: list[ContentBlock] = [
-        ToolCallBlock(tool_call_id=one.id, tool_name=one.name, tool_kwargs=_arguments(one))
+        ToolCallBlock(
+            tool_call_id=one.id,
+            tool_name=one.name,
+            tool_kwargs=one.arguments if (read := read_arguments(one)) is None else read,
+        )
         for one in calls
     ]
     more = {TOOL_CALLS: [one.to_openai() for one in calls]} if blocks else {}
     if text or not blocks:
         blocks.insert(0, TextBlock(text=text))
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=more)
-
-
-def _arguments(call: ToolCall) -> dict[str, Any] | str:
-    """Return a call's arguments, or their text if that is no JSON object (cut off, say)."""
-    try:
-        read = json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-    return read if isinstance(read, dict) else call.arguments
 
 
 def _logprobs(token: TokenLogprob) -> list[LogProb]:
