@@ -1,4 +1,4 @@
-"""Draws chunks, questions and requests, random or real, and runs the ways to measure in turn."""
+"""Cuts real text into chunks, writes requests over them, and runs the ways to measure in turn."""
 
 from __future__ import annotations
 
@@ -7,54 +7,29 @@ import random
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import chain, islice
 from pathlib import Path
+
+import numpy as np
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import SEPARATOR, Chunk, Document
-from cacheblend_rag.text.encoder import PromptEncoder
-from cacheblend_rag.text.prompt import BlendPrompt
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
 LEAD_IN = "none"
 """The lead-in of benchmarks: none, since their prompts begin with a chunk."""
-PARAGRAPH = 4
-"""Sentences together, when they come again."""
 DOCUMENTS, PASSAGES, WORDS = 10, 4, 350
 """Of a workload: documents, passages of each, and words of a passage, about 500 tokens."""
 OUTPUT_TOKENS = 64
 SEED = 7
-_WORD = re.compile(r"\S+")
 Case = Callable[[int], float]
 """Runs what is measured once: takes the run's number (0 is the warm-up), returns seconds."""
 
 Advance = Callable[[str], None]
 """Called with the label of the next step, for a progress display."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """What a prompt is made of.
-
-    most_tokens: of prompts with all chunks, in any order. separator: between chunks, and before
-    the question.
-    """
-
-    chunks: Sequence[Chunk]
-    question: str
-    most_tokens: int
-    separator: str = ""
-
-    def prompt(self, chunks: Sequence[Chunk] | None = None) -> BlendPrompt:
-        """Return a prompt of all chunks, or of ``chunks``, and the question."""
-        parts = self.chunks if chunks is None else chunks
-        return BlendPrompt.of(
-            *(part for chunk in parts for part in (chunk, self.separator)), self.question
-        )
 
 
 def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str) -> list[Chunk]:
@@ -68,84 +43,28 @@ def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str)
     return [Chunk(text, name) for text in texts]
 
 
-def sentences_of(texts: Sequence[str]) -> list[str]:
-    """Return the sentences of texts, cut behind full stops, those of abbreviations among them."""
-    return [
-        sentence if sentence.endswith("?") else f"{sentence}."
-        for text in texts
-        for sentence in text.rstrip(".").split(". ")
-    ]
-
-
-class Cutter:
-    """Joins texts in random order and cuts the result, between words, into pieces.
+def pieces(
+    rng: random.Random, texts: Sequence[str], tokens: int, count_tokens: Callable[[str], int]
+) -> Iterator[str]:
+    """Yield pieces of texts in random order: as many whole words as fit in ``tokens`` tokens.
 
     Once all texts are used up, their sentences come again, in an order of their own each time.
-
-    count_tokens: tells how many tokens a text has. separator: between texts.
     """
-
-    def __init__(
-        self,
-        rng: random.Random,
-        texts: Sequence[str],
-        count_tokens: Callable[[str], int],
-        separator: str,
-    ) -> None:
-        self._count, self._separator = count_tokens, separator
-        self._more, self._rest = _endless(rng, texts), ""
-
-    def cut(self, tokens: int) -> str:
-        """Return the next piece: as many whole words as fit in ``tokens`` tokens, at least one."""
-        while self._count(self._rest) <= tokens:
-            self._rest += (self._separator if self._rest else "") + next(self._more)
-        ends = [word.end() for word in _WORD.finditer(self._rest)]
-        fitting = bisect_right(ends, tokens, key=lambda end: self._count(self._rest[:end]))
-        end = ends[max(fitting, 1) - 1]
-        piece, self._rest = self._rest[:end], self._rest[end:].lstrip()
-        return piece
+    words = chain.from_iterable(text.split() for text in _endless(rng, texts))
+    held: list[str] = []
+    while True:
+        held += islice(words, max(0, tokens - len(held)))  # a word has at least one token
+        lengths = range(1, tokens + 1)
+        fit = bisect_right(lengths, tokens, key=lambda count: count_tokens(" ".join(held[:count])))
+        yield " ".join(held[: max(fit, 1)])
+        held = held[max(fit, 1) :]
 
 
 def _endless(rng: random.Random, texts: Sequence[str]) -> Iterator[str]:
     yield from rng.sample(texts, len(texts))
-    sentences = sentences_of(texts)
+    sentences = [sentence for text in texts for sentence in re.split(r"(?<=[.?]) ", text)]
     while True:
-        again = rng.sample(sentences, len(sentences))
-        for start in range(0, len(again), PARAGRAPH):
-            yield " ".join(again[start : start + PARAGRAPH])
-
-
-def draw_real_texts(
-    rng: random.Random,
-    encoder: PromptEncoder,
-    *,
-    chunks: int,
-    chunk_tokens: int,
-    question_tokens: int,
-    selector: str,
-    name: str,
-) -> Texts:
-    """Return chunks cut from the package's passages, and a question made of its questions.
-
-    selector, name: as for `to_chunks`.
-    """
-    real = load_real_texts()
-
-    def count_tokens(text: str) -> int:
-        return len(encoder.chunk(text))
-
-    passages = Cutter(rng, real.passages, count_tokens, SEPARATOR)
-    questions = Cutter(rng, real.questions, count_tokens, " ")
-    cut = [passages.cut(chunk_tokens) for _ in range(chunks)]
-    texts = Texts(
-        to_chunks(cut, selector=selector, name=name, separator=SEPARATOR),
-        questions.cut(question_tokens),
-        most_tokens=0,
-        separator=SEPARATOR,
-    )
-    # In another order, a chunk's last token may be joined with the separator, or not.
-    most = len(texts.prompt().encode(encoder).token_ids) + chunks
-    return replace(texts, most_tokens=most)
+        yield from rng.sample(sentences, len(sentences))
 
 
 def run_in_turns(
@@ -167,64 +86,33 @@ def run_in_turns(
     return seconds
 
 
-@dataclass(frozen=True)
-class RagWorkload:
-    """Requests over documents, for the load generators of others.
+def write_workload(folder: Path, requests: int, chunks: int) -> Path:
+    """Write requests for the load generators of others; return their file.
 
-    documents: the passages of each. prompts: of the requests.
+    ``requests.jsonl`` has ``requests`` prompts, each with ``chunks`` passages of real text in
+    random order, and a question; how often a passage occurs follows Zipf's law. ``documents/`` has
+    what a server stores of each document.
+
+    Raises ConfigError for more passages in a prompt than there are, and OSError.
     """
-
-    documents: Mapping[str, Sequence[str]]
-    prompts: Sequence[str]
-
-    @classmethod
-    def draw(cls, requests: int, chunks: int) -> RagWorkload:
-        """Return ``requests`` prompts, each with ``chunks`` passages of real text and a question.
-
-        How often a passage occurs follows Zipf's law; passages stand in random order.
-        Raises ConfigError for more passages in a prompt than there are.
-        """
-        if chunks > DOCUMENTS * PASSAGES:
-            raise ConfigError(f"--chunks {chunks} must be at most {DOCUMENTS * PASSAGES}")
-        rng, real = random.Random(SEED), load_real_texts()
-        cutter = Cutter(rng, real.passages, lambda text: len(text.split()), SEPARATOR)
-        documents = {
-            f"bench-{number}": [cutter.cut(WORDS) for _ in range(PASSAGES)]
-            for number in range(DOCUMENTS)
-        }
-        passages = [one for some in documents.values() for one in some]
-        rng.shuffle(passages)
-        weights = zipf_weights(len(passages), 1.0)
-        prompts = [
-            SEPARATOR.join(
-                [
-                    *(passages[rank] for rank in draw_ranks(rng, weights, chunks)),
-                    f"Question: {rng.choice(real.questions)}\nAnswer:",
-                ]
-            )
-            for _ in range(requests)
-        ]
-        return cls(documents, prompts)
-
-    def save(self, folder: Path) -> None:
-        """Write ``requests.jsonl``, and in ``documents/`` what a server stores of each; OSError."""
-        (folder / "documents").mkdir(parents=True, exist_ok=True)
-        for name, passages in self.documents.items():
-            (folder / "documents" / name).write_text(json.dumps({"chunks": passages}))
-        with (folder / "requests.jsonl").open("w") as file:
-            for prompt in self.prompts:
-                line = json.dumps({"prompt": prompt, "output_tokens": OUTPUT_TOKENS})
-                file.write(f"{line}\n")
-
-
-def zipf_weights(count: int, exponent: float) -> list[float]:
-    """Return cumulative weights of ranks 1 to ``count`` by Zipf's law, for ``draw_ranks``."""
-    return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
-
-
-def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return distinct ranks from 0 on, in the order in which they were drawn."""
-    found: dict[int, None] = {}
-    while len(found) < count:
-        found[rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
-    return tuple(found)
+    count = DOCUMENTS * PASSAGES
+    if chunks > count:
+        raise ConfigError(f"--chunks {chunks} must be at most {count}")
+    rng, real, draws = random.Random(SEED), load_real_texts(), np.random.default_rng(SEED)
+    cut = pieces(rng, real.passages, WORDS, lambda text: len(text.split()))
+    documents = [list(islice(cut, PASSAGES)) for _ in range(DOCUMENTS)]
+    (folder / "documents").mkdir(parents=True, exist_ok=True)
+    for number, passages in enumerate(documents):
+        file = folder / "documents" / f"bench-{number}"
+        file.write_text(json.dumps({"chunks": passages}))
+    ranked = rng.sample([*chain.from_iterable(documents)], count)
+    shares = 1 / np.arange(1, count + 1)
+    lines = []
+    for _ in range(requests):
+        chosen = draws.choice(count, chunks, replace=False, p=shares / shares.sum())
+        question = f"Question: {rng.choice(real.questions)}\nAnswer:"
+        prompt = SEPARATOR.join([*(ranked[rank] for rank in chosen), question])
+        lines.append(json.dumps({"prompt": prompt, "output_tokens": OUTPUT_TOKENS}))
+    written = folder / "requests.jsonl"
+    written.write_text("".join(f"{line}\n" for line in lines))
+    return written

@@ -51,14 +51,15 @@ def ttft_command(
     config = engine_config(settings, engine=engine, model=model or default)
     quiet_libraries()
     checks.check_placement(config.device, config.dtype)
-    from cacheblend_rag.bench.ttft import TtftPlan, measure_ttft
+    from cacheblend_rag.bench.ttft import measure_ttft
 
     if config.model:
         checks.check_model(config.model)
     checks.check_selector(config.blend.selector, config.blend.selector_options)
-    plan = TtftPlan(config, chunks, chunk_tokens, repeat)
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_ttft(plan, status.update)
+        found = measure_ttft(
+            config, chunks=chunks, chunk_tokens=chunk_tokens, repeat=repeat, advance=status.update
+        )
     (output.print_json if as_json else _print_ttft)(found)
 
 
@@ -92,13 +93,12 @@ def workload_command(
     chunks: Annotated[int, typer.Option(min=1, help="Passages in each.")] = 8,
 ) -> None:
     """Write requests over real passages as JSONL, for `vllm bench serve` and guidellm."""
-    from cacheblend_rag.bench.workload import RagWorkload
+    from cacheblend_rag.bench.workload import write_workload
 
     try:
-        RagWorkload.draw(requests, chunks).save(folder)
+        typer.echo(write_workload(folder, requests, chunks))
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from error
-    typer.echo(folder / "requests.jsonl")
 
 
 def _print_ttft(found: dict[str, Any]) -> None:

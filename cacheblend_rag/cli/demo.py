@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import output
 from cacheblend_rag.demo.passages import PassageSample, load_passages
 from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, packaged
+from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.answering import Embedder, VectorSearch
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.settings import EMBEDDED, EngineConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
+    from cacheblend_rag.quality.dataset import EvalQuestion
     from cacheblend_rag.quality.measure import Measured
 
 WAYS = {"full": "full prefill", "reuse": "plain reuse", "blend": "blend"}
@@ -41,7 +38,6 @@ def demo_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Only write the passages, as text files."),
     ] = None,
-    as_json: options.JsonOption = False,
 ) -> None:
     """Answer by full prefill, plain reuse and blend, side by side, on real passages."""
     if save_passages is not None:
@@ -49,12 +45,31 @@ def demo_command(
         return
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
     checks.check_model(model)
-    console = output.side_console() if as_json else output.result_console()
-    with output.stdout_reserved(as_json):
-        quiet_libraries()
-        plain = _show(console, model)
-    if as_json:
-        output.print_json(plain)
+    quiet_libraries()
+    from cacheblend_rag.quality.dataset import PromptFrame
+    from cacheblend_rag.quality.evaluate import opened
+    from cacheblend_rag.quality.measure import FULL, Rule, measure
+
+    sample, frame = load_passages(), PromptFrame.of(load_tokenizer(model), INSTRUCTION)
+    questions = _retrieved(sample)
+    with opened(EngineConfig(engine=EMBEDDED, model=model, instruction=frame.opening)) as engine:
+        with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
+            indexed = engine.precompute(sample.documents(), progress=False)
+        _print(
+            f"[bold]{escape(model)}[/bold] indexed {len(sample.passages)} passages of MuSiQue "
+            f"(Trivedi et al. 2022, CC BY 4.0), {indexed.computed_tokens:,} tokens, once, in "
+            f"{output.duration(indexed.seconds)}; it runs in {engine.dtype}."
+        )
+        # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
+        # prefill computes the instruction, so the blend does, too.
+        config = engine.config.with_changes(cost_model=False, reuse_prefix=False)
+        reuse = Rule("reuse", config.with_changes(recompute_ratio=0.0))
+        rules, prompts = [FULL, reuse, Rule("blend", config)], map(frame.to_measure, questions)
+        answered: list[Mapping[str, Measured]] = []
+        for found in measure(engine, prompts, rules, stop=("\n",), compare=""):
+            _print_answered(questions[len(answered)], found)
+            answered.append(found)
+    _print_summary(answered)
 
 
 def _save_passages(folder: Path) -> None:
@@ -70,53 +85,9 @@ def _save_passages(folder: Path) -> None:
     typer.echo(f"to begin: cacheblend-rag index {folder}")
 
 
-def _show(console: Console, model: str) -> dict[str, Any]:
-    """Answer the sample's questions and print them; return plain JSON values."""
-    from cacheblend_rag.quality.dataset import PromptFrame
-    from cacheblend_rag.quality.evaluate import opened
-
-    sample, known = load_passages(), packaged.MODELS.get(model)
-    title = f"{model}: {known.title}" if known else model
-    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
-    frame = PromptFrame.of(load_tokenizer(model), INSTRUCTION)
-    config = EngineConfig(engine=EMBEDDED, model=model, instruction=frame.opening)
-    answered = []
-    with opened(config) as engine:
-        with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
-            indexed = engine.precompute(sample.documents(), progress=False)
-        dtype = engine.dtype or "a precision of its own"
-        console.print(
-            f"Indexed {len(sample.passages)} passages of MuSiQue (Trivedi et al. 2022, CC BY 4.0), "
-            f"{indexed.computed_tokens:,} tokens, once, in {output.duration(indexed.seconds)}; "
-            f"the model runs in {dtype}.",
-            soft_wrap=True,
-        )
-        for question, found in _answers(engine, frame, sample):
-            ways = {way: _plain(found[way]) for way in WAYS}
-            passages = [passage.document_id for passage in question.passages]
-            about = {"question": question.question, "gold": question.answers[0]}
-            answered.append({**about, "passages": passages, **ways})
-            _print_answered(console, question, found)
-    totals = _totals(answered)
-    for line in _summary(totals):
-        console.print(line, soft_wrap=True)
-    return {
-        "model": model,
-        "dtype": dtype,
-        "passages": len(sample.passages),
-        "indexed_tokens": indexed.computed_tokens,
-        "index_seconds": indexed.seconds,
-        "questions": answered,
-        "totals": totals,
-    }
-
-
-def _answers(
-    engine: Engine, frame: PromptFrame, sample: PassageSample
-) -> Iterator[tuple[EvalQuestion, dict[str, Measured]]]:
-    """Yield each question with its retrieved passages, and the answers by full, reuse and blend."""
+def _retrieved(sample: PassageSample) -> list[EvalQuestion]:
+    """Return the sample's questions, each with its nearest passages."""
     from cacheblend_rag.quality.dataset import EvalQuestion
-    from cacheblend_rag.quality.measure import FULL, Rule, measure
 
     embedder, documents = Embedder(), sample.documents()
     search = VectorSearch(embedder.embed([passage.text for passage in sample.passages]))
@@ -126,46 +97,15 @@ def _answers(
         nearest = [documents[place] for place, _ in search.nearest(vector, RETRIEVED)]
         passages = tuple(document.to_chunks()[0] for document in nearest)
         questions.append(EvalQuestion(asked.question, asked.answers, passages, ()))
-    # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
-    # prefill computes the instruction, so the blend does, too.
-    config = engine.config.with_changes(cost_model=False, reuse_prefix=False)
-    rules = [FULL, Rule("reuse", config.with_changes(recompute_ratio=0.0)), Rule("blend", config)]
-    prompts = map(frame.to_measure, questions)
-    yield from zip(
-        questions, measure(engine, prompts, rules, stop=("\n",), compare=""), strict=True
-    )
+    return questions
 
 
-def _plain(found: Measured) -> dict[str, Any]:
-    record, report = found.record, found.generation and found.generation.report.to_dict()
-    seconds = record.ttft_seconds
-    return {
-        "text": record.text.strip(), "right": bool(record.holds), "seconds": seconds,
-        "report": report,
-    }  # fmt: skip
+def _print(line: str) -> None:
+    output.result_console().print(line, soft_wrap=True)
 
 
-def _totals(answered: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum up: right answers, answers equal to full prefill's, medians of tokens and of times."""
-    blends = [one["blend"]["report"] for one in answered]
-    totals: dict[str, Any] = {
-        "questions": len(answered),
-        "prompt_tokens": median(report["prompt_tokens"] for report in blends),
-        "reused_tokens": median(report["reused_tokens"] for report in blends),
-        "not_blended": [report["reason"] for report in blends if not report["blended"]],
-    }
-    for way in WAYS:
-        totals[f"{way}_seconds"] = median(one[way]["seconds"] for one in answered)
-        totals[f"{way}_right"] = sum(one[way]["right"] for one in answered)
-        totals[f"{way}_same"] = sum(one[way]["text"] == one["full"]["text"] for one in answered)
-    return {**totals, "speedup": totals["full_seconds"] / totals["blend_seconds"]}
-
-
-def _print_answered(
-    console: Console, question: EvalQuestion, found: Mapping[str, Measured]
-) -> None:
-    title = f"[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})"
-    console.print(f"\n{title}", soft_wrap=True)
+def _print_answered(question: EvalQuestion, found: Mapping[str, Measured]) -> None:
+    _print(f"\n[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})")
     for way, label in WAYS.items():
         record, note = found[way].record, ""
         if way == "blend":
@@ -174,23 +114,33 @@ def _print_answered(
             note = f"  [dim]{escape(record.not_blended or work)}[/dim]"
         shown = shorten(record.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)"
         text = f"[green]{escape(shown)}[/]" if record.holds else f"[red]{escape(shown)} *[/]"
-        seconds = output.duration(record.ttft_seconds)
-        console.print(f"  {label:<13} {seconds:>8}  {text}{note}", soft_wrap=True)
+        _print(f"  {label:<13} {output.duration(record.ttft_seconds):>8}  {text}{note}")
 
 
-def _summary(told: Mapping[str, Any]) -> list[str]:
-    """Return lines on the speedup and the difference of answers."""
-    count = told["questions"]
-    full, reuse, blend = (output.duration(told[f"{way}_seconds"]) for way in WAYS)
-    return [
-        f"\nFirst token, median of {count} questions: full prefill {full}, plain reuse {reuse}, "
-        f"blend {blend}, [bold]{told['speedup']:.1f}x sooner[/bold]; "
-        f"{told['reused_tokens']:,.0f} of {told['prompt_tokens']:,.0f} tokens reused.",
-        f"Right: {told['full_right']} of {count} by full prefill, {told['reuse_right']} by plain "
-        f"reuse, {told['blend_right']} by blend (* does not hold the answer in brackets, word for "
-        f"word). The same text as full prefill's: {told['reuse_same']} by plain reuse, "
-        f"{told['blend_same']} by blend.",
+def _print_summary(answered: Sequence[Mapping[str, Measured]]) -> None:
+    """Print the speedup, and how many answers are right and equal to full prefill's."""
+    records = {way: [found[way].record for found in answered] for way in WAYS}
+    times = {way: median(one.ttft_seconds for one in records[way]) for way in WAYS}
+    speedup = times["full"] / times["blend"]
+    shown = ", ".join(f"{WAYS[way]} {output.duration(times[way])}" for way in WAYS)
+    _print(
+        f"\nFirst token, median of {len(answered)} questions: {shown}, "
+        f"[bold]{speedup:.1f}x sooner[/bold]."
+    )
+    right = {way: sum(bool(one.holds) for one in records[way]) for way in WAYS}
+    told = ", ".join(f"{right[way]} by {WAYS[way]}" for way in WAYS)
+    full = [one.text.strip() for one in records["full"]]
+    same = {
+        way: sum(one.text.strip() == text for one, text in zip(records[way], full, strict=True))
+        for way in WAYS
+    }
+    _print(
+        f"Right of {len(answered)}: {told} (* does not hold the answer in brackets, word for "
+        f"word). The same text as full prefill's: {same['reuse']} by plain reuse, "
+        f"{same['blend']} by blend."
+    )
+    _print(
         "Plain reuse takes the passages' KV as it was stored, computed without the passages beside "
         "it; blend recomputes the tokens that need it. What full prefill gets wrong, the model "
-        "gets wrong by itself.",
-    ]
+        "gets wrong by itself."
+    )

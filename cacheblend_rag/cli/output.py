@@ -192,14 +192,6 @@ def duration(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
 
 
-def rough_duration(seconds: float) -> str:
-    """Return an estimate of seconds in a fitting unit."""
-    for unit, length in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 1.5 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
-
-
 def table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
     """Return a table without rows: left-aligned columns ``names``, right-aligned ``figures``."""
     made = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")

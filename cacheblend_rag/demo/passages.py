@@ -7,9 +7,11 @@ the source, the licence and the changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
 
 from cacheblend_rag.text.chunk import Document
 
@@ -65,19 +67,11 @@ class PassageSample:
 
 def load_passages() -> PassageSample:
     """Read the sample that ships with the package."""
-    plain = json.loads(FILE.read_text(encoding="utf-8"))
-    return PassageSample(
-        tuple(Passage(**passage) for passage in plain["passages"]),
-        tuple(
-            PassageQuestion(item["question"], tuple(item["answers"]), item["title"])
-            for item in plain["questions"]
-        ),
-    )
+    return TypeAdapter(PassageSample).validate_json(FILE.read_bytes())
 
 
-@dataclass(frozen=True)
-class RealTexts:
-    """All real passages and questions in the package; no passage contains another one."""
+class RealTexts(NamedTuple):
+    """All real passages and questions in the package, each once."""
 
     passages: tuple[str, ...]
     questions: tuple[str, ...]
@@ -85,18 +79,9 @@ class RealTexts:
 
 def load_real_texts() -> RealTexts:
     """Read the sample's texts, and those of the single-hop questions."""
-    sample = load_passages()
-    asked = json.loads(SINGLE_HOP_FILE.read_text(encoding="utf-8"))["questions"]
-    chunks = (text for item in asked for one in item["documents"] for text in one["chunks"])
-    passages = (*(passage.text for passage in sample.passages), *chunks)
-    questions = (*(one.question for one in sample.questions), *(one["question"] for one in asked))
-    return RealTexts(
-        _none_in_another(tuple(text.strip() for text in passages)), tuple(dict.fromkeys(questions))
-    )
-
-
-def _none_in_another(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the texts that no other one holds; of those that differ in case only, the first."""
-    first = {text.casefold(): text for text in reversed(texts)}
-    held = [key for key in first if any(key in other and key != other for other in first)]
-    return tuple(first[key] for key in reversed(first) if key not in held)
+    sample, asked = load_passages(), json.loads(SINGLE_HOP_FILE.read_bytes())["questions"]
+    passages = [passage.text for passage in sample.passages]
+    passages += [text for item in asked for one in item["documents"] for text in one["chunks"]]
+    questions = [one.question for one in sample.questions] + [one["question"] for one in asked]
+    once = {text.strip().casefold(): text.strip() for text in reversed(passages)}
+    return RealTexts(tuple(reversed(once.values())), tuple(dict.fromkeys(questions)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from cacheblend_rag.bench import store
-from cacheblend_rag.bench.workload import Cutter, draw_real_texts, run_in_turns
+from cacheblend_rag.bench.workload import pieces, run_in_turns
 from cacheblend_rag.demo.passages import load_real_texts
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.models import resolve
@@ -23,8 +24,7 @@ from tests.toy import TOY
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--repeat", 1)
 FIELDS = {
     "engine", "model", "prompt_tokens", "selector", "ratio", "tiers", "full_seconds",
-    "blend_seconds", "speedup", "bound", "share_of_bound", "load_seconds", "load_hidden_seconds",
-    "hidden_share", "runs",
+    "blend_seconds", "speedup", "bound", "load_seconds", "hidden_share", "runs",
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_a_model_is_measured_with_any_setting(cli, slow_blends, redis):
     assert (found["ratio"], found["tiers"]) == (0.25, ["redis"])
     assert 2 * 45 + 20 < found["prompt_tokens"] <= 2 * 48 + 32 + 5
     assert found["speedup"] == pytest.approx(found["full_seconds"] / found["blend_seconds"])
-    assert found["share_of_bound"] == pytest.approx(found["speedup"] / found["bound"])
+    assert found["bound"] > 1
     assert found["load_seconds"] > 0 <= found["hidden_share"] <= 1
     assert {name: len(taken) for name, taken in found["runs"].items()} == {"full": 1, "blend": 1}
     assert tier_at(url).usage().entries == 0, "it is left as it was"
@@ -98,36 +98,17 @@ def test_bench_store_measures_tiers(cli, tmp_path, monkeypatch):
     assert "disk" in cli("bench", "store", *given).stdout
 
 
-def test_texts_are_cut_one_behind_the_other_and_none_comes_twice():
-    texts = ("One two three. Four five.", "Six seven.", "Eight nine ten. Eleven twelve thirteen.")
-    pieces = Cutter(random.Random(0), texts, lambda text: len(text.split()), "\n\n")
-    cut = [pieces.cut(4) for _ in range(3)]
-    assert [len(piece.split()) for piece in cut] == [4, 4, 4]
-    assert sorted(" ".join([*cut, pieces.cut(1)]).split()) == sorted(" ".join(texts).split())
+def test_pieces_of_real_text_are_as_long_as_words_allow_and_share_none():
+    encoder, texts = PromptEncoder(load_tokenizer(TOY)), load_real_texts().passages
 
+    def count(text):
+        return len(encoder.chunk(text))
 
-def test_chunks_of_real_text_are_as_long_as_words_allow_and_share_none():
-    encoder = PromptEncoder(load_tokenizer(TOY))
-
-    def draw(chunks, selector):
-        return draw_real_texts(
-            random.Random(3), encoder, chunks=chunks, chunk_tokens=512, question_tokens=32,
-            selector=selector, name="texts",
-        )  # fmt: skip
-
-    texts = draw(32, "hkvd")
-    assert all(500 <= len(encoder.chunk(chunk.text)) <= 512 for chunk in texts.chunks)
-    assert 20 <= len(encoder.chunk(texts.question)) <= 32
-    cut, source = (
-        Counter(word for text in texts for word in text.split())
-        for texts in ((chunk.text for chunk in texts.chunks), load_real_texts().passages)
-    )
-    assert cut.total() > 5000
-    assert cut <= source
-    assert len(texts.prompt().encode(encoder).token_ids) <= texts.most_tokens
-    first, second, third = draw(3, "prior").chunks
-    assert tuple(third.context)[::2] == (first.text, second.text), "what a prior is computed in"
-    assert not first.context
+    cut = [*islice(pieces(random.Random(3), texts, 512, count), 32)]
+    assert all(500 <= count(piece) <= 512 for piece in cut)
+    drawn, source = (Counter(word for text in of for word in text.split()) for of in (cut, texts))
+    assert drawn.total() > 5000
+    assert drawn <= source
 
 
 def test_every_turn_begins_with_another_case_and_the_first_is_not_counted():

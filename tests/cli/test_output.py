@@ -35,14 +35,6 @@ def test_durations_carry_their_unit(seconds, text):
     assert output.duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "less than a second"), (75, "75 s"), (150, "2.5 min"), (9000, "2.5 h")],
-)
-def test_estimates_are_rough(seconds, text):
-    assert output.rough_duration(seconds) == text
-
-
 def test_terminals_are_sent_no_control_characters():
     assert output.printable("a\x1b[31mred\x07\r\n\ttab \x9b1m") == "a[31mred\n\ttab 1m"
 
