@@ -23,7 +23,7 @@ from cacheblend_rag import BlendConfig, Engine, Generation, LeadInConfig
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.contracts.engine import CLOSED, LONG, MANY, SHORT, Texts, joined
 
@@ -144,18 +144,6 @@ class EngineContract:
         placed = [one.document_id for one in told.report.chunks]
         assert placed == ([] if way == "generate_full" else ["seen", "seen"])
 
-    def test_hooks_see_cancelled_answers(self, hooked: Engine, texts: Texts) -> None:
-        seen: list[str] = []
-        hooked.after_answer(lambda request, answer: seen.append(answer.finish_reason))  # type: ignore[arg-type, return-value]
-        cancel = Event()
-        cancel.set()
-        hooked.generate(texts.text(20), LONG, cancel=cancel)
-        joined(hooked.stream(texts.text(20), LONG, cancel=cancel))
-        meanwhile = Event()
-        for _ in hooked.stream(texts.text(20), LONG, cancel=meanwhile):
-            meanwhile.set()
-        assert seen == ["cancelled"] * 3
-
     # Idle work
 
     def test_idle_jobs_run_only_in_idle_time(self, hooked: Engine) -> None:
@@ -221,23 +209,6 @@ class EngineContract:
         assert len(engine.prepare(early).placed) == 2
         report = engine.generate(early, SHORT).report
         assert [chunk.hit for chunk in report.chunks] == [True, True]
-
-    def test_a_prompt_that_another_engine_prepared_is_prepared_again(
-        self, engine: Engine, hooked: Engine, texts: Texts
-    ) -> None:
-        chunks = texts.chunks(20)
-        engine.precompute(chunks, progress=False)
-        prepared = engine.prepare(texts.asking(*chunks).text, hints=chunks)
-        again = hooked.prepare(prepared)
-        assert (again.placed, again.hints) == ((), chunks)
-        assert [told.reason for told in again.unmatched] == ["unknown"]
-        assert hooked.generate(prepared, SHORT).report.reason == "no known chunk in the prompt"
-
-    def test_hints_belong_to_the_preparation(self, engine: Engine, texts: Texts) -> None:
-        chunk = texts.chunks(9)[0]
-        prepared = engine.prepare(texts.asking(chunk))
-        with pytest.raises(PromptError, match=r"give them to engine.prepare\(\)"):
-            engine.generate(prepared, SHORT, hints=[chunk])
 
     # Siblings
 

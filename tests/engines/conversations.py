@@ -98,12 +98,6 @@ class ConversationContract:
                 )
                 assert answer.report.computed_tokens <= 2 * len(QUESTIONS[0].split())
 
-    def test_exact_turns_are_reused_however_few_tokens_they_have(self, opened: Open) -> None:
-        conversation = begun(opened(min_tokens=256))
-        for turn in range(3):
-            assert self.asked(conversation, turn, passages=0).report.prompt_tokens < 256
-        assert of_turns(conversation) >= 2 * (24 + 12)
-
     def test_a_turn_whose_text_was_changed_is_reused_around_the_change(self, opened: Open) -> None:
         engine, kv = opened(recompute_ratio=0.0), ConversationKV()
         text, changed = words(80, 901), words(80, 901).split()
@@ -203,26 +197,6 @@ class ConversationContract:
     def evicted(self, engine: Any, is_so: Callable[[], bool]) -> None:
         """Wait until what a conversation gives up is evicted."""
         assert is_so()
-
-    def test_evicted_kv_is_computed_and_kept_again(self, opened: Open) -> None:
-        engine = opened()
-        conversation = begun(engine)
-        for turn in range(2):
-            self.asked(conversation, turn)
-        assert engine._evict_turns(conversation.kv.keys(), conversation.kv.key) > 0
-        self.asked(conversation, 2)
-        assert of_turns(conversation) == 0
-        self.asked(conversation, 3)
-        assert of_turns(conversation) >= 3 * 24
-
-    def test_documents_are_evicted_though_turns_hold_them(self, opened: Open) -> None:
-        engine = opened()
-        conversation = begun(engine)
-        self.asked(conversation, 0)
-        assert engine.evict_document("d0") == 1
-        report = self.asked(conversation, 1).report
-        assert of_turns(conversation) > 0
-        assert all(chunk.document_id != "d0" for chunk in report.chunks if chunk.hit)
 
     def test_its_secret_is_in_no_report(self, opened: Open) -> None:
         conversation = begun(opened())

@@ -18,11 +18,9 @@ from cacheblend_rag.errors import (
     MissingExtraError,
     ModelLoadError,
 )
-from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model, make_tokenizer, words
 from tests.toy import TOY
 
-DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
 ONE_TOKEN = SamplingParams(max_tokens=1)
 
 
@@ -70,16 +68,6 @@ def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
     replica = open_tiny(tmp_path, read_only=True)
     assert replica.generate("alpha beta", ONE_TOKEN).report.reused_tokens == 0
     assert not [*tmp_path.iterdir()]
-
-
-def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
-    """These two shared their first 24 bits, by which they were told apart once."""
-    one, other = "tenant-1452", "tenant-3024"
-    assert len(namespace_id(one)) == 32
-    assert namespace_id(one) != namespace_id(other)
-    ours, theirs = (open_tiny(tmp_path, namespace=name) for name in (one, other))
-    ours.precompute([DOCUMENT], progress=False)
-    assert (len(ours.registry), len(theirs.registry)) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -105,24 +105,3 @@ def test_too_many_misses_are_dropped_and_counted(
     report = engine.fill_report()
     assert (report.computed, report.dropped) == (3, 3)
     assert engine.filled == [engine.key(chunk) for chunk in chunks[:3]], "in their order"
-
-
-def test_a_failure_to_fill_is_no_requests(
-    engine: FilledEngine,
-    chunks: list[Chunk],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(plans: Sequence[ChunkPlan]) -> Generator[PrecomputeReport]:
-        yield PrecomputeReport()
-        raise RuntimeError("no way")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "_fill", fail)
-        engine.ask(chunks[0])
-        engine.settle()
-    assert until(lambda: "idle work 'fill' failed: no way" in caplog.text, PATIENCE)
-    assert (engine.fill_report().computed, engine.fill_report().dropped) == (0, 1)
-    engine.ask(*chunks[:2])
-    engine.settle()
-    assert engine.ask(*chunks[:2]) == [None] * 2

@@ -11,9 +11,9 @@ import pytest
 
 from cacheblend_rag.engines import finder as finder_module
 from cacheblend_rag.engines import found_chunk
-from cacheblend_rag.engines.catalog import ComputedRun, Name
+from cacheblend_rag.engines.catalog import ComputedRun
 from cacheblend_rag.engines.finder import Finder
-from cacheblend_rag.engines.found_chunk import Deletions, FoundChunk, Vocabulary
+from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 from cacheblend_rag.prefill.lead_in import LeadInId
 
@@ -229,17 +229,6 @@ def test_each_deletion_of_a_chunk_counts_for_what_was_blended_of_it(finder: Find
         numbers.append([one.deletions for one in found(finder, FIRST, SECOND)])
     assert len({first for first, _ in numbers}) == 3
     assert [second for _, second in numbers] == [0, 0, 0]
-
-
-def test_no_deletion_is_undone_by_forgetting_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(found_chunk, "KEPT", 2)
-    deletions, names = Deletions(), [Name("n", letter * 32, "", BARE) for letter in "abcd"]
-    assert not deletions.happened
-    deletions.note(names[:1])
-    before = deletions.number("n", "a" * 32)
-    assert (before > 0, deletions.number("m", "a" * 32)) == (True, 0)
-    deletions.note(names[1:])
-    assert deletions.number("n", "a" * 32) >= before
 
 
 def test_what_the_store_lost_stays_known(finder: Finder, monkeypatch: pytest.MonkeyPatch) -> None:

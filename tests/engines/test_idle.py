@@ -10,7 +10,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from cacheblend_rag.engines.idle import MOST_JOBS, IdleJob, IdleQueue
+from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from tests.kv.samples import until
 
 PATIENCE = 60.0
@@ -67,15 +67,6 @@ def test_jobs_of_higher_priority_go_first_of_equals_the_first(queue: IdleQueue) 
     go_on.set()
     names = [ended.get(timeout=PATIENCE) for _ in range(5)]
     assert names == ["first", "high", "a", "b", "low"]
-
-
-def test_jobs_of_each_kind_are_bounded(queue: IdleQueue, engine: Idler) -> None:
-    engine.idle.clear()
-    told: SimpleQueue[object] = SimpleQueue()
-    taken = [queue.add(IdleJob("many", lambda: steps_of(told, 1))) for _ in range(MOST_JOBS + 3)]
-    assert taken[:MOST_JOBS] == [True] * MOST_JOBS
-    assert not all(taken), "one more may be at work, all further ones are refused"
-    assert queue.add(IdleJob("other", lambda: steps_of(told, 1)))
 
 
 def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(

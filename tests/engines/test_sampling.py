@@ -59,31 +59,6 @@ def test_fields_that_are_none_take_the_models() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("do_sample", "yes"),
-        ("temperature", float("nan")),
-        ("temperature", [1]),
-        ("top_p", 7),
-        ("top_k", -3),
-        ("min_p", -0.1),
-        ("repetition_penalty", {}),
-    ],
-)
-def test_a_wrong_value_is_told_and_left_out(
-    name: str, value: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    others = {key: value for key, value in QWEN_SAMPLING.items() if key != name}
-    found = ResolvedSampling.of_model({**others, name: value})
-    assert found == ResolvedSampling.of_model(others)
-    with caplog.at_level(logging.WARNING):
-        warn_of_ignored({**others, name: value})
-    (record,) = caplog.records
-    assert f"generation_config: {name}=" in record.getMessage()
-    assert "\n" not in record.getMessage()
-
-
 def test_what_no_engine_follows_is_told_unless_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
     values = {"num_beams": 4, "no_repeat_ngram_size": 0, "bad_words_ids": [[3]], "top_p": 0.9}
     assert ignored_settings(values) == [

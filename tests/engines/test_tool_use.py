@@ -62,22 +62,6 @@ def test_references_of_a_tools_schema_hold_in_the_form(
     assert not form.is_valid({"name": "f", "arguments": wrong})
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"$ref": []},
-        {"$defs": [1, 2]},
-        {"properties": {"a": {"$ref": ["x"]}}},
-        {"properties": {"a": {"type": "string", "minLength": "x"}}},
-    ],
-    ids=str,
-)
-def test_a_malformed_schema_is_left_to_the_compiler(parameters: dict[str, Any]) -> None:
-    schema = call_form([tool(parameters)], 64).schema
-    for name, value in parameters.items():
-        assert schema["$defs"]["arguments_0"][name] == value or name == "properties"
-
-
 def test_an_answer_may_stand_in_place_of_a_call() -> None:
     """References of either hold, and what names a document does not."""
     answer = StructuredOutputs(
@@ -184,11 +168,6 @@ NAMED = {"type": "function", "function": {"name": "search"}}
 )
 def test_a_choice_of_any_library_is_openais(given: Any, choice: Any) -> None:
     assert read_tool_choice(given, [{"type": "function", "function": {"name": "search"}}]) == choice
-
-
-def test_a_tool_may_have_the_name_of_a_choice() -> None:
-    named = {"type": "function", "function": {"name": "any"}}
-    assert read_tool_choice("any", [named]) == named
 
 
 @pytest.mark.parametrize("given", ["serch", {"function": {"name": "x"}}, {"type": "any"}, 3])

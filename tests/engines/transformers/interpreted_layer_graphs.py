@@ -6,9 +6,7 @@ that they had: one that needs others computes something wrong.
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -144,17 +142,6 @@ def test_prompts_of_all_lengths_share_the_graphs_of_a_number_of_rows(
     assert captured.count == 2
     assert captured.replayed == 2 * 3
     assert graphs.is_on
-
-
-def test_a_prompt_s_kv_is_let_go_of() -> None:
-    stack = stack_of(llama)
-    graphs = LayerGraphs(stack, stack.layers, Captured())
-    for seed in range(3):
-        _, fused = Prompt(stack, 60, 11, seed=seed).blended(graphs)
-    kept = weakref.ref(fused)
-    del fused
-    gc.collect()
-    assert kept() is None
 
 
 def test_passes_may_take_turns() -> None:

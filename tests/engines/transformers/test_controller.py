@@ -45,26 +45,3 @@ def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(
     for _ in range(60):
         engine.store.speeds.record("disk", 1 << 30, 1e-6)
     assert engine.generate(PROMPT, SHORT).report.blended
-
-
-def test_the_ratio_is_chosen_within_its_bounds(
-    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policy, "MARGIN", 1e9)  # however slow the tier is
-    store = TieredKVStore([DiskTier(tmp_path)])
-    engine = make_engine(store=store, recompute_ratio="auto", ratio_bounds=(0.1, 0.5))
-    engine.precompute(CHUNKS, progress=False)
-    for _ in range(LEAST):
-        unmeasured = engine.generate(PROMPT, SHORT).report
-        assert unmeasured.recompute_ratio == 0.1
-        assert unmeasured.ratio_reason == "ratio 0.1: nothing is measured yet"
-    for _ in range(60):
-        engine.store.speeds.record("disk", 1 << 30, 1e-6)
-    quick = engine.generate(PROMPT, SHORT).report
-    assert quick.recompute_ratio == 0.1
-    assert quick.ratio_reason is not None
-    assert quick.ratio_reason.startswith("ratio 0.1: computing ")
-    for _ in range(60):
-        engine.store.speeds.record("disk", 1000, 50.0)
-    assert engine.generate(PROMPT, SHORT).report.recompute_ratio == 0.5
-    assert engine.generate(PROMPT, SHORT).report.to_dict()["ratio_reason"] is not None

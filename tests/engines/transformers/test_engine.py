@@ -58,15 +58,6 @@ def test_a_prompt_ending_in_a_chunk_still_yields_its_own_logits(make_engine: Eng
     assert answer.token_ids == engine.generate_full(CHUNKS[0].text, SHORT).token_ids
 
 
-def test_kv_of_another_lead_in_is_a_miss_with_that_reason(make_engine: EngineFactory) -> None:
-    store = TieredKVStore.open()
-    make_engine(store=store, lead_in="bos").precompute(CHUNKS[:2], progress=False)
-    other = make_engine(store=store, lead_in="instruction")
-    other.register(CHUNKS)
-    reasons = [c.reason for c in other.generate(TEXT, SHORT).report.chunks]
-    assert reasons == ["other model", "other model", "not stored", "not stored"]
-
-
 def test_a_full_disk_does_not_keep_a_document(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,18 +46,3 @@ def test_a_miss_is_warned_of_once_with_its_cause(
         engine.generate(asked + QUESTION, SHORT, **options)
     (warning,) = warnings(caplog)
     assert cause in warning
-
-
-def test_nothing_is_said_where_nothing_was_to_be_reused(
-    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine()
-    engine.precompute([Chunk(PASSAGE)], progress=False)
-    engine.generate(OTHER + QUESTION, SHORT)
-    engine.generate_full(PASSAGE + QUESTION, SHORT)
-    engine.generate(PASSAGE + QUESTION, SHORT, **HINTED)
-    engine.fill_on_miss = True
-    engine.register([Chunk(OTHER)])
-    engine.generate(OTHER + QUESTION, SHORT)
-    assert warnings(caplog) == []
-    engine.close()

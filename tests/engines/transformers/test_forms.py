@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -185,17 +184,6 @@ def test_a_wrong_schema_of_a_tool_is_named_as_such(engine: TransformersEngine) -
     form = StructuredOutputs(json=SCHEMA)
     with pytest.raises(ConfigError, match=r"^tools or structured_outputs is refused: "):
         engine.generate(ChatPrompt([QUESTION], [wrong]), held(form))
-
-
-def test_many_answers_at_once_keep_their_own_form(engine: TransformersEngine) -> None:
-    def asked(i: int) -> str:
-        form = StructuredOutputs(regex=f"{i}[a-c]{{3}}")
-        return engine.generate(
-            [QUESTION], SamplingParams(max_tokens=9, structured_outputs=form)
-        ).text
-
-    with ThreadPoolExecutor(6) as pool:
-        assert [text[0] for text in pool.map(asked, range(6))] == list("012345")
 
 
 def test_without_llguidance_the_fix_is_named(

@@ -83,10 +83,3 @@ def test_a_layer_launches_few_operations_a_block(family: str) -> None:
         steps = launches(family, 0.3, row_block=64)
     counts = [seen.launched.total() for _, seen in steps[1:-1]]
     assert max(counts) <= MOST_A_BLOCK[family], steps[1][1].launched
-
-
-def test_a_read_would_be_seen() -> None:
-    """The tests above can fail: meta tensors refuse, and a count on another device shows it."""
-    with Operations() as seen, pytest.raises(RuntimeError):
-        torch.ones(3, device=META).sum().item()
-    assert seen.launched.total() > 0

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import SHAPE, prompt_of, words
-from tests.refusing import REFUSALS, RefusingDevice, on_device
+from tests.refusing import RefusingDevice, on_device
 
 CHUNKS = [Chunk(words(12, seed)) for seed in range(2)]
 PROMPT = prompt_of(words(3, 90), *CHUNKS, words(4, 91))
@@ -138,25 +138,6 @@ def test_wherever_a_pass_finds_no_memory_ordinary_prefill_answers(
         assert again.report.reason is None
     assert nth > 100
     assert set(left) == {0}, "ordinary prefill began with nothing of the pass left"
-
-
-@pytest.mark.parametrize("kind", REFUSALS)
-def test_memory_is_refused_in_as_many_words(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    refuse(monkeypatch, RefusingDevice(20, kind=kind))
-    answer = engine.generate(PROMPT, SHORT)
-    assert answer.token_ids == engine.generate_full(PROMPT, SHORT).token_ids
-    assert str(answer.report.reason).startswith("no room: ")
-
-
-def test_other_errors_are_not_taken_for_it(
-    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(REFUSALS, "other", lambda: RuntimeError("shape mismatch"))
-    refuse(monkeypatch, RefusingDevice(20, kind="other"))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        engine.generate(PROMPT, SHORT)
 
 
 @pytest.mark.parametrize("nth", [1, 60])

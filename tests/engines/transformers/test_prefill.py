@@ -16,7 +16,6 @@ from tests.models import words
 
 CHUNKS = [Chunk(words(20, seed)) for seed in range(8)]
 TEXT = "\n".join([*(c.text for c in CHUNKS), words(6, 99)])
-OTHER = words(30, 98)
 SHORT = SamplingParams(max_tokens=4)
 
 
@@ -67,19 +66,6 @@ def test_chunks_are_read_at_once_and_once_each(engine: Any, slow: SlowTier) -> N
     assert [chunk.tier for chunk in again.report.chunks] == ["host"] * len(CHUNKS)
     assert again.token_ids == answer.token_ids
     assert again.report.reused_tokens == answer.report.reused_tokens
-
-
-def test_another_request_is_answered_while_reads_are_pending(engine: Any, slow: SlowTier) -> None:
-    go_on = threading.Event()
-    slow.gate = lambda: go_on.wait(30)
-    waiting = InBackground(lambda: engine.generate(TEXT, SHORT))
-    assert until(lambda: len(slow.keys) == len(CHUNKS))
-    other = InBackground(lambda: engine.generate(OTHER, SHORT))
-    assert until(lambda: other.is_done, 20)
-    assert len(other.answer().token_ids) == 4
-    assert not waiting.is_done
-    go_on.set()
-    assert waiting.answer().report.blended
 
 
 def test_a_cancelled_request_does_not_wait_for_its_reads(engine: Any, slow: SlowTier) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prefixes import BLOCK_TOKENS
-from cacheblend_rag.kv import HostTier
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.prompt_pass import ALL_EXACT
 from tests.engines.transformers.conftest import EngineFactory
@@ -244,19 +242,6 @@ def test_a_busy_engine_computes_no_passages_again_and_few_wait(
     assert not engine.prefixes.passages.keys, "they were deleted before they were computed"
 
 
-def test_a_part_of_a_chunk_ends_a_prefix_too(make_engine: EngineFactory) -> None:
-    """What was blended of it is no prefix that a later prompt may take as exact."""
-    engine = make_engine(recompute_ratio=0.0)
-    engine.precompute(CHUNKS, progress=False)
-    cut = " ".join(CHUNKS[0].text.split()[16:])
-    prompt = prompt_of(INSTRUCTION, cut, *CHUNKS[1:], QUESTIONS[0]).text
-    assert [chunk.tokens for chunk in asked(engine, prompt).report.chunks] == [64, 80, 80]
-    assert len(blocks(engine)) == BLOCKS
-    exact = asked(engine, prompt, config=engine.config.with_changes(recompute_ratio=1.0))
-    assert exact.report.prefix_tokens == REUSED
-    assert exact.token_ids == engine.generate_full(prompt, GREEDY).token_ids
-
-
 def test_engines_around_a_store_share_it_and_tenants_do_not(make_engine: EngineFactory) -> None:
     store = TieredKVStore.open()
     asked(make_engine(store=store, namespace="one", lead_in="none"), without(QUESTIONS[0]))
@@ -283,59 +268,6 @@ def test_a_damaged_block_is_computed_and_stored_again(
     assert again.token_ids == alone.token_ids
     assert again.report.prefix_tokens in (0, BLOCK_TOKENS)  # the second block is sound
     assert asked(engine, with_chunks(QUESTIONS[2])).report.prefix_tokens == REUSED
-
-
-def test_full_prefill_is_neither_helped_nor_kept(make_engine: EngineFactory) -> None:
-    engine, prompt = make_engine(), without(QUESTIONS[0])
-    engine.generate_full(prompt, GREEDY)
-    engine.score(prompt, [5, 6], full=True)
-    anew(engine, prompt)
-    engine.prefixes.drain()
-    assert blocks(engine) == []
-    asked(engine, prompt)
-    assert len(blocks(engine)) == BLOCKS
-    tokens = len(engine.prepare(prompt).token_ids)
-    with rows_of(engine.model) as rows:
-        told = [
-            engine.generate_full(prompt, GREEDY).report,
-            engine.score(prompt, [5], full=True).report,
-            anew(engine, prompt).report,
-        ]
-    assert rows == [tokens] * 3
-    assert [(one.prefix_tokens, one.reused_tokens) for one in told] == [(0, 0)] * 3
-    assert engine.score(prompt, [5]).report.prefix_tokens == REUSED
-
-
-class Broken(HostTier):
-    """Memory in which nothing can be stored, or looked up."""
-
-    def _entry(self, key: KVKey) -> Any:
-        raise OSError("gone")
-
-    def _save(self, *_: Any, **__: Any) -> Any:
-        raise OSError("full")
-
-
-class Raising(TieredKVStore):
-    """A store with a fault of its own."""
-
-    def put(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("a fault")
-
-
-def test_a_failing_store_fails_no_answer(
-    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    wanted = anew(make_engine(), without(QUESTIONS[0])).token_ids
-    broken = make_engine(store=TieredKVStore([Broken(None)]))
-    raising = make_engine(store=Raising([HostTier(None)]))
-    with caplog.at_level(logging.WARNING):
-        for engine in (broken, raising):
-            for _ in range(6):  # more than may wait
-                answer = asked(engine, without(QUESTIONS[0]))
-                assert answer.token_ids == wanted
-                assert answer.report.prefix_tokens == 0
-    assert "the KV of a prompt's prefix is not stored" in caplog.text
 
 
 def test_nothing_is_stored_of_a_model_that_changed_meanwhile(make_engine: EngineFactory) -> None:

@@ -21,7 +21,6 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.engines.batch import MOST_TOGETHER
-from cacheblend_rag.engines.transformers import loop as loop_module
 from cacheblend_rag.engines.transformers import ordinary_prefill
 from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
@@ -32,7 +31,7 @@ from tests.kv.samples import SlowTier, until
 from tests.models import prompt_of, words
 
 PATIENCE = 60.0
-TOKENS, LONG = 24, 400
+TOKENS = 24
 CHUNKS = [[Chunk(words(20, 10 * prompt + n)) for n in range(2)] for prompt in range(8)]
 PROMPTS = [
     prompt_of(words(3 + prompt, 90 + prompt), *chunks, words(4, 70 + prompt))
@@ -135,19 +134,6 @@ def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: 
     assert max(steps.sizes) == len(asked)
 
 
-def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: Steps) -> None:
-    wanted = alone(engine, PROMPTS[:2], greedy(60))
-    cancel = threading.Event()
-    steps.sizes.clear()
-    steps.seen = lambda: cancel.set() if max(steps.sizes) > 1 else None
-    works = [partial(engine.generate, prompt, greedy(60)) for prompt in PROMPTS[:2]]
-    works.append(partial(engine.generate, PROMPTS[2], greedy(LONG), cancel=cancel))
-    *others, cancelled = asked_at_once(works, engine.model)
-    assert [answer.token_ids for answer in others] == wanted
-    assert cancelled.finish_reason == "cancelled"
-    assert 0 < len(cancelled.token_ids) < LONG
-
-
 def test_a_request_that_fails_fails_alone(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,23 +198,6 @@ def slowly(
     engine = make_engine(store=TieredKVStore([memory, slow]), recompute_ratio=0.0)
     engine.register([*near, *far])
     return engine, slow, may_read
-
-
-def test_threads_read_what_they_share_once(
-    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twice as many threads as are prefilled at a time; memory keeps nothing of what was read."""
-    monkeypatch.setattr(loop_module, "STALLED_SECONDS", PATIENCE)
-    shared, *others = (Chunk(words(40, seed)) for seed in range(1 + 2 * MOST_TOGETHER))
-    engine, slow, may_read = slowly(make_engine, [], [shared, *others], HostTier(1))
-    prompts = [prompt_of(words(5, turn), shared, own, "w9") for turn, own in enumerate(others)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [pool.submit(engine.generate, prompt, greedy(2)) for prompt in prompts]
-        assert until(lambda: len(loop_of(engine.model)._queue) == MOST_TOGETHER, PATIENCE)
-        may_read.set()
-        answers = [one.result(PATIENCE) for one in asked]
-    assert all(chunk.hit for answer in answers for chunk in answer.report.chunks)
-    assert slow.keys.count(engine.key(shared)) == 1
 
 
 def test_a_store_that_hangs_keeps_no_other_prompt_from_its_turn(make_engine: EngineFactory) -> None:

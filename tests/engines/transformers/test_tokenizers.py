@@ -62,18 +62,6 @@ def test_a_passage_cannot_end_a_turn(kind: str) -> None:
     assert answer.token_ids != ordinary_answer(engine, as_control)
 
 
-def test_a_chunk_within_a_word_says_why_it_is_not_reused() -> None:
-    engine = open_engine("word level")
-    chunk = Chunk("lamp")
-    engine.precompute([chunk], progress=False)
-    answer = engine.generate(BlendPrompt.of("The ", chunk, "post at Vell was"), SHORT)
-    assert [(c.hit, c.reason, c.start) for c in answer.report.chunks] == [
-        (False, "inseparable", -1)
-    ]
-    whole = engine.tokenizer.encode("The lamppost at Vell was")
-    assert answer.token_ids == ordinary_answer(engine, whole)
-
-
 SEAMS = ("\n\n", " ", "\n- ", "[1] ", "")
 CASES = [(kind, SEAMS[at % len(SEAMS)]) for at, kind in enumerate([*KINDS, *UNUSABLE])]
 
