@@ -56,8 +56,6 @@ class ReasonCode(StrEnum):
     EXACT = "exact"
     NO_PRIOR = "no_prior"
     SOME_SLOW = "some_slow"
-    RATIO_MEASURED = "ratio_measured"
-    RATIO_UNMEASURED = "ratio_unmeasured"
 
     # The guard's
     GUARD_RAISED = "guard_raised"

@@ -215,7 +215,7 @@ class BlendReport:
         chunks: the report of each chunk: those of the prompt, in order, then those that were
             expected but not found in it.
         selector_reason: why ``selector`` is not the requested rule, None if it is.
-        ratio_reason: what was chosen by measured speeds, and why: the ratio if it is ``auto``,
+        ratio_reason: what was chosen by measured speeds, and why:
             chunks that are computed faster than loaded; else why the guard raised the ratio. None
             if nothing was chosen or raised.
         request_id: 16 random hex digits; vLLM's own id of the request contains it.

@@ -25,7 +25,7 @@ from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import GuardReport
-from cacheblend_rag.settings import AUTO, BlendConfig
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.settings.engine import GuardConfig
 from cacheblend_rag.text.chunk import Chunk, Context
 
@@ -100,7 +100,7 @@ class Guard:
         with self._lock:
             if self._draw.random() >= state.config.sample_share:
                 return
-            served = as_served(request.config, answer.report.recompute_ratio)
+            served = as_served(request.config)
             first = answer.token_ids[:ANSWER_TOKENS]
             sample = _Sample(state, replace(request, config=served), first)
             is_short = len(request.prepared.token_ids) <= MOST_TOKENS
@@ -177,10 +177,7 @@ def _log(state: GuardState, step: Step) -> None:
 
 
 def with_least_ratio(config: BlendConfig, least: float) -> BlendConfig:
-    """Return a config whose ratios are at least so large, those that ``auto`` may choose, too."""
-    low, high = config.ratio_bounds
-    if config.recompute_ratio == AUTO:
-        return config.with_changes(ratio_bounds=(max(low, least), max(high, least)))
+    """Return a config whose ratios are at least so large."""
     checks = range(len(config.check_layers))
     ratios = [max(config.ratio_at(check), least) for check in checks]
     is_list = isinstance(config.recompute_ratio, tuple)
@@ -196,13 +193,8 @@ def _is_blended(answer: Generation) -> bool:
     return is_whole and report.blended and not is_exact
 
 
-def as_served(config: BlendConfig, ratio: float) -> BlendConfig:
-    """Return a config that blends again what was blended, whatever is measured meanwhile.
-
-    ratio: that the request was served with.
-    """
-    if config.recompute_ratio == AUTO:
-        config = config.with_ratio(ratio)
+def as_served(config: BlendConfig) -> BlendConfig:
+    """Return a config that blends again what was blended, whatever is measured meanwhile."""
     return config.with_changes(cost_model=False, trace=False)
 
 

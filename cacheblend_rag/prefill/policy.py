@@ -1,11 +1,10 @@
 """Decides what of a prompt is reused: by its stored tokens, then by measured speeds.
 
 A pass computes while chunk KV is being loaded. So a blended prefill takes as long as loading or
-computing, whichever is longer, and recomputing that fits into the loading time is free. Every time
-is estimated from the median of the latest measurements, which expire, so that what was rejected is
-measured again. Source: the loading controller of CacheBlend (arXiv 2405.16444, section 5), which
-takes the largest ratio whose recompute hides behind the load; here with measured speeds, a decision
-for each tier, and ordinary prefill if no chunk is worth loading.
+computing, whichever is longer. Every time is estimated from the median of the latest measurements,
+which expire, so that what was rejected is measured again. Source: the loading controller of
+CacheBlend (arXiv 2405.16444, section 5); here with measured speeds, a decision for each tier, and
+ordinary prefill if no chunk is worth loading.
 
 Recomputed KV of a contextual chunk forgets what the chunk's own document says, if the prompt lacks
 it. The prior, how much the document changed a token's key, says which tokens hold that knowledge:
@@ -30,7 +29,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.timings import Estimate, Speeds
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
-from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
+from cacheblend_rag.settings import BlendConfig
 
 NO_CHUNK = Reason(ReasonCode.NO_CHUNK, "no known chunk in the prompt")
 NOT_STORED = Reason(ReasonCode.NOT_STORED, "no chunk of the prompt is stored")
@@ -148,8 +147,6 @@ MARGIN = 1.1
 """A way to prefill is rejected if its estimate is this many times slower than another's."""
 KEEP_SECONDS = 120.0
 """Age at which measurements of passes and of ordinary prefill expire."""
-STEPS = 20
-"""Ratios that are tried between the bounds, to find the largest that hides."""
 
 
 class Rates(Speeds):
@@ -182,12 +179,10 @@ class StoredPart:
 class Decision:
     """The decision for a prompt.
 
-    load: which of its stored parts to load. config: with the chosen ratio. why: in one line, None
-    if there was no choice.
+    load: which of its stored parts to load. why: in one line, None if there was no choice.
     """
 
     load: tuple[StoredPart, ...]
-    config: BlendConfig
     why: Reason | None = None
 
 
@@ -196,7 +191,6 @@ class _Guess:
     """The estimated seconds of one way. computing: None if unknown."""
 
     load: tuple[StoredPart, ...]
-    config: BlendConfig
     loading: float
     computing: float | None
 
@@ -228,7 +222,7 @@ class Controller:
     def decide(
         self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig, *, held: int = 0
     ) -> Decision:
-        """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
+        """Choose what to load of a prompt of so many tokens.
 
         A way that was not measured often enough is tried, which measures it; ordinary prefill then
         counts as no slower than a pass is for the same work. parts: at least one.
@@ -241,14 +235,14 @@ class Controller:
         work = prefill_cost(self.costs, tokens) - prefill_cost(self.costs, held)
         full = _seconds(self.rates.of("prefill"), work) or _seconds(self.rates.of("blend"), work)
         if not config.cost_model or full is None or len(known) < len(ways):
-            return Decision(everything.load, everything.config, _told(everything, config, ()))
+            return Decision(everything.load)
         quickest = min(known)
         spent = known[0] if known[0] <= MARGIN * quickest else quickest
         if spent <= MARGIN * full:
             best = ways[known.index(spent)]
-            return Decision(best.load, best.config, _told(best, config, parts))
+            return Decision(best.load, _left_out(best, parts))
         took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
-        return Decision((), everything.config, Reason(ReasonCode.SLOW, took))
+        return Decision((), Reason(ReasonCode.SLOW, took))
 
     def _choices(self, parts: Sequence[StoredPart]) -> list[tuple[StoredPart, ...]]:
         """Return all parts, then those without the slowest tier, the two slowest, ..."""
@@ -270,24 +264,9 @@ class Controller:
     def _guess(
         self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig, held: int
     ) -> _Guess:
-        loading, rate = self._loading(parts), self.rates.of("blend")
         forecast = Forecast(self.costs, *masks_of(tokens, parts, held))
-
-        def guess(own: BlendConfig) -> _Guess:
-            work = forecast.work(plan_schedule(own, len(self.costs)))
-            return _Guess(parts, own, loading, _seconds(rate, work))
-
-        if config.recompute_ratio != AUTO:
-            return guess(config)
-        low, high = config.ratio_bounds
-        least = guess(config.with_ratio(low))
-        if least.computing is None:
-            return guess(config.with_ratio(min(max(DEFAULT_RATIO, low), high)))
-        for step in range(STEPS, 0, -1):
-            more = guess(config.with_ratio(round(low + (high - low) * step / STEPS, 4)))
-            if more.computing is not None and more.computing <= loading:
-                return more
-        return least
+        work = forecast.work(plan_schedule(config, len(self.costs)))
+        return _Guess(parts, self._loading(parts), _seconds(self.rates.of("blend"), work))
 
 
 def masks_of(tokens: int, parts: Sequence[StoredPart], held: int = 0) -> tuple[Mask, Mask]:
@@ -310,22 +289,12 @@ def _seconds(estimate: Estimate | None, units: float) -> float | None:
     return estimate.seconds(units) if estimate is not None and estimate.is_known else None
 
 
-def _told(way: _Guess, asked: BlendConfig, parts: Sequence[StoredPart]) -> Reason | None:
-    """Return why these parts and this ratio were chosen, if there was a choice."""
-    said: list[Reason] = []
+def _left_out(way: _Guess, parts: Sequence[StoredPart]) -> Reason | None:
+    """Return why some chunks are not loaded; None if all are."""
     chunks = sum(part.is_chunk for part in parts)
     left = chunks - sum(part.is_chunk for part in way.load)
-    if left > 0:
-        sooner = f"{left} of {chunks} stored chunks are computed sooner than loaded"
-        said.append(Reason(ReasonCode.SOME_SLOW, sooner))
-    if asked.recompute_ratio == AUTO:
-        ratio = f"ratio {way.config.ratio:g}"
-        if way.computing is None:
-            said.append(Reason(ReasonCode.RATIO_UNMEASURED, f"{ratio}: nothing is measured yet"))
-        else:
-            took = f"computing {_ms(way.computing)}, loading {_ms(way.loading)}"
-            said.append(Reason(ReasonCode.RATIO_MEASURED, f"{ratio}: {took}"))
-    return Reason(said[0].code, "; ".join(said)) if said else None
+    sooner = f"{left} of {chunks} stored chunks are computed sooner than loaded"
+    return Reason(ReasonCode.SOME_SLOW, sooner) if left else None
 
 
 def _ms(seconds: float) -> str:

@@ -29,7 +29,7 @@ from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, PrefillReport
-from cacheblend_rag.settings import AUTO, BlendConfig
+from cacheblend_rag.settings import BlendConfig
 
 CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
@@ -180,7 +180,7 @@ class PromptPass:
         return PrefillReport(slow, chunks=self._reports()) if slow else None
 
     def _decide(self) -> Reason | None:
-        """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
+        """Choose by measured speeds what to load; returns why nothing is loaded.
 
         None if something is. The first rank decides for all. Blocks of a prefix are loaded like
         chunks of which nothing may be recomputed, or computed if that is faster; they are no reason
@@ -194,12 +194,7 @@ class PromptPass:
             self.token_ids.numel(), parts, self.config, held=self.destination.held_tokens
         )
         load = set(decided.load)
-        told = torch.tensor(
-            [decided.config.ratio, *(part in load for part in parts)], dtype=torch.float64
-        )
-        ratio, *kept = self.stack.broadcast(told).tolist()
-        if self.config.recompute_ratio == AUTO:
-            self.config = self.config.with_ratio(ratio)
+        kept = self.stack.broadcast(torch.tensor([part in load for part in parts])).tolist()
         self._ratio_reason = decided.why
         slow = [chunk for chunk, keep in zip(found, kept, strict=True) if not keep]
         self._loader.leave_out(slow, Miss.SLOW)

@@ -257,7 +257,7 @@ class _Loop:
             compared = engine.compare_with_full_prefill(
                 asked,
                 along,
-                config=as_served(rule.config, told.report.recompute_ratio),
+                config=as_served(rule.config),
                 with_documents=self.compare == "documents",
             )
         own = Fidelity(compared.blend, kl_prefill=compared.prefill) if compared else None

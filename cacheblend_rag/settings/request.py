@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from cacheblend_rag.settings.base import AsTuple, Count, Ratio, Rising, Settings
 from cacheblend_rag.settings.options import DEFAULT_RATIO
 
-RatioChoice = Ratio | tuple[Ratio, ...] | Literal["auto"]
-"""A ratio, one for each check layer, or ``auto``."""
+RatioChoice = Ratio | tuple[Ratio, ...]
+"""A ratio, or one for each check layer."""
 
 
 def _falling(ratio: RatioChoice) -> RatioChoice:
@@ -26,12 +26,6 @@ def _check_layers(layers: tuple[int, ...]) -> tuple[int, ...]:
     return layers
 
 
-def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
-    if ratios[0] > ratios[1]:
-        raise ValueError("must be the smaller ratio, then the larger one")
-    return ratios
-
-
 class BlendConfig(Settings):
     """How one request's cached chunk KV is fused."""
 
@@ -39,10 +33,7 @@ class BlendConfig(Settings):
 
     recompute_ratio: Annotated[RatioChoice, AsTuple, AfterValidator(_falling)] = DEFAULT_RATIO
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); of several check
-    layers, a list of one ratio each, never rising; ``auto`` is the largest whose recompute takes no
-    longer than loading the chunks does."""
-    ratio_bounds: Annotated[tuple[Ratio, Ratio], AsTuple, AfterValidator(_bounds)] = (0.05, 0.3)
-    """The smallest and the largest ratio that ``auto`` may choose."""
+    layers, a list of one ratio each, never rising."""
     check_layers: Annotated[
         tuple[int, ...], Field(min_length=1), AsTuple, Rising, AfterValidator(_check_layers)
     ] = (1,)
@@ -91,12 +82,10 @@ class BlendConfig(Settings):
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio: the last check layer's, the largest allowed one of ``auto``."""
+        """The recompute ratio: the last check layer's."""
         return self.ratio_at(len(self.check_layers) - 1)
 
     def ratio_at(self, check: int) -> float:
         """Return the recompute ratio after the ``check``-th check layer."""
         chosen = self.recompute_ratio
-        if isinstance(chosen, tuple):
-            return chosen[check]
-        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
+        return chosen[check] if isinstance(chosen, tuple) else chosen

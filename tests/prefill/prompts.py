@@ -110,10 +110,8 @@ class Decides:
 
     learn = Controller.learn
 
-    def __init__(
-        self, starts: Iterable[int], ratio: float | None = None, why: str | None = None
-    ) -> None:
-        self.starts, self.ratio, self.why = set(starts), ratio, why
+    def __init__(self, starts: Iterable[int], why: str | None = None) -> None:
+        self.starts, self.why = set(starts), why
         self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
         self.clock: Callable[[], float] = time.perf_counter
 
@@ -124,8 +122,7 @@ class Decides:
         assert tokens == TOKENS
         self.parts = parts
         load = tuple(part for part in parts if part.start in self.starts)
-        own = config if self.ratio is None else config.with_ratio(self.ratio)
-        return Decision(load, own, self.why)  # type: ignore[arg-type]
+        return Decision(load, self.why)  # type: ignore[arg-type]
 
 
 class Ranks:

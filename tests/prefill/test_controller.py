@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend.cost import Forecast, LayerCost, prefill_cost
-from cacheblend_rag.blend.schedule import plan_schedule
+from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.kv.timings import LEAST, Speeds
 from cacheblend_rag.prefill import policy
 from cacheblend_rag.prefill.policy import (
@@ -16,14 +15,12 @@ from cacheblend_rag.prefill.policy import (
     Controller,
     Rates,
     StoredPart,
-    masks_of,
 )
 
 LAYERS, TOKENS = 10, 1000
 COSTS = (LayerCost(per_row=1e6, per_row_probe=2e5, per_pair=10.0),) * LAYERS
 FULL = prefill_cost(COSTS, TOKENS)
 PARTS = [StoredPart(start, start + 200, "disk", 1000) for start in (50, 250, 450, 650)]
-AUTO = BlendConfig(recompute_ratio="auto", selector="prior", ratio_bounds=(0.1, 0.5))
 PLAIN = BlendConfig(recompute_ratio=0.15)
 
 
@@ -65,45 +62,12 @@ def controller(
     return Controller(COSTS, rates, speeds)
 
 
-def computing(ratio: float, parts: list[StoredPart] = PARTS) -> float:
-    """Seconds of a pass, where a whole prompt takes one."""
-    config = AUTO.with_ratio(ratio)
-    masks = masks_of(TOKENS, parts)
-    return Forecast(COSTS, *masks).work(plan_schedule(config, LAYERS)) / FULL
-
-
 def test_what_was_never_measured_is_tried() -> None:
     for unknown in (controller(prefill=None), controller(blend=None, disk=50.0), controller()):
         decision = unknown.decide(TOKENS, PARTS, PLAIN)
         assert decision.load == tuple(PARTS)
-        assert decision.config == PLAIN
         assert decision.why is None
     assert controller(prefill=None, disk=1.0).decide(TOKENS, PARTS, PLAIN).load == ()
-    unmeasured = controller(blend=None).decide(TOKENS, PARTS, AUTO)
-    assert unmeasured.config.recompute_ratio == 0.1
-    assert unmeasured.why == "ratio 0.1: nothing is measured yet"
-    narrow = AUTO.with_changes(ratio_bounds=(0.3, 0.5))
-    assert controller(blend=None).decide(TOKENS, PARTS, narrow).config.recompute_ratio == 0.3
-
-
-@pytest.mark.parametrize("hidden", [0.2, 0.3, 0.43])
-def test_auto_is_the_largest_ratio_whose_recompute_hides(hidden: float) -> None:
-    loading = computing(hidden) + 1e-6
-    decision = controller(disk=loading / len(PARTS)).decide(TOKENS, PARTS, AUTO)
-    chosen = decision.config.recompute_ratio
-    assert isinstance(chosen, float)
-    assert hidden - 0.021 <= chosen <= hidden
-    assert computing(chosen) <= loading < computing(chosen + 0.02)
-    assert decision.why == (
-        f"ratio {chosen:g}: computing {1000 * computing(chosen):.0f} ms, "
-        f"loading {1000 * loading:.0f} ms"
-    )
-    assert decision.load == tuple(PARTS)
-
-
-def test_auto_keeps_within_its_bounds() -> None:
-    assert controller(disk=0.0).decide(TOKENS, PARTS, AUTO).config.recompute_ratio == 0.1
-    assert controller(disk=0.2).decide(TOKENS, PARTS, AUTO).config.recompute_ratio == 0.5
 
 
 def test_what_loads_slower_than_it_computes_is_computed() -> None:
@@ -146,8 +110,3 @@ def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
     assert slow.decide(TOKENS, PARTS, PLAIN).load == ()
     decision = slow.decide(TOKENS, PARTS, PLAIN.with_changes(cost_model=False))
     assert (decision.load, decision.why) == (tuple(PARTS), None)
-    assert decision.config.recompute_ratio == PLAIN.recompute_ratio
-    auto = slow.decide(TOKENS, PARTS, AUTO.with_changes(cost_model=False))
-    assert auto.load == tuple(PARTS)
-    assert auto.config.recompute_ratio == 0.5
-    assert (auto.why or "").startswith("ratio 0.5: computing")

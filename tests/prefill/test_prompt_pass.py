@@ -263,8 +263,8 @@ def test_without_room_nothing_is_computed_and_too_little_goes_before() -> None:
 # What is loaded by measured speeds
 
 
-def decides(keep: str = "abc", ratio: float | None = None, why: str | None = None) -> Decides:
-    return Decides([SPANS[name][0] for name in keep], ratio, why)
+def decides(keep: str = "abc", why: str | None = None) -> Decides:
+    return Decides([SPANS[name][0] for name in keep], why)
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior"])
@@ -281,30 +281,16 @@ def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
     assert controller.rates.of("blend") is not None
 
 
-def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
-    auto = {"recompute_ratio": "auto", "selector": "prior"}
-    options = {"controller": decides(ratio=0.4, why="ratio 0.4")}
-    found = finished(prompt_pass(filled(placed()), placed(), None, options, **auto))
-    wanted = by_hand(BlendConfig(recompute_ratio=0.4, selector="prior"))
-    assert torch.equal(found.fused.keys, wanted.fused.keys)
-    assert (found.ratio, found.ratio_reason) == (0.4, "ratio 0.4")
-    given = finished(prompt_pass(filled(placed()), placed(), None, options, recompute_ratio=0.2))
-    assert given.ratio == 0.2, "a ratio that was given is not replaced"
-    assert finished(prompt_pass(filled(placed()), placed(), **auto)).ratio == 0.3, "its upper bound"
-
-
 def test_ranks_do_what_the_first_one_decides() -> None:
     store = filled(placed())
 
-    def of(rank: int, stack: FakeStack) -> tuple[float, list[str | None]]:
-        controller = decides("ab" if rank == 0 else "c", ratio=0.1 if rank == 0 else 0.5)
-        options = {"controller": controller}
-        config = {"recompute_ratio": "auto", "selector": "prior"}
-        found = run(prompt_pass(store, placed(), stack, options, **config).steps())
+    def of(rank: int, stack: FakeStack) -> list[str | None]:
+        options = {"controller": decides("ab" if rank == 0 else "c")}
+        found = run(prompt_pass(store, placed(), stack, options, selector="prior").steps())
         assert isinstance(found, FusedPrompt)
-        return found.ratio, [chunk.reason for chunk in found.chunks]
+        return [chunk.reason for chunk in found.chunks]
 
-    assert Ranks().run(of) == [(0.1, [None, None, "slow"])] * 2
+    assert Ranks().run(of) == [[None, None, "slow"]] * 2
 
 
 def test_reading_a_tier_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,9 @@ def test_a_lead_in_may_be_given_by_its_kind() -> None:
 @pytest.mark.parametrize(
     ("model", "field", "value", "message"),
     [
-        (BlendConfig, "recompute_ratio", "0.2", "a valid number or a valid tuple or 'auto'"),
+        (BlendConfig, "recompute_ratio", "0.2", "a valid number or a valid tuple"),
         (BlendConfig, "recompute_ratio", [0.2, 0.1], "one ratio for each of check_layers"),
         (BlendConfig, "recompute_ratio", [0.1, 0.2], "that does not rise: check layers only drop"),
-        (BlendConfig, "ratio_bounds", (0.3, 0.1), "must be the smaller ratio, then the larger"),
         (BlendConfig, "check_layers", (2, 1), "must be strictly rising"),
         (StoreConfig, "host_bytes", True, "must be a valid integer"),
         (StoreConfig, "disk_bytes", "8 parsecs", "must be a size, such as 8GiB"),
