@@ -243,6 +243,9 @@ def test_an_explanation_marks_the_chosen_tokens_by_rank(engine: Engine, selector
         ({"selector": "chunk_head", "selector_options": {"tokens": 0}}, "tokens=0"),
         ({"selector": "hkvd", "check_layers": [4]}, "check_layers"),
         ({"selector": "hkvd", "check_layers": [2, 1]}, "check_layers"),
+        ({"check_layers": [0]}, "layer 0 is exact and ranks nothing"),
+        ({"check_layers": [1, 2], "recompute_ratio": [0.1, 0.2]}, "only drop"),
+        ({"check_layers": [1, 2], "recompute_ratio": [0.1]}, "one ratio for each"),
         ({"selector": "question_mid", "selector_options": {"layers": [99]}}, "layer"),
     ],
 )  # fmt: skip
