@@ -8,27 +8,28 @@ always, but not its first one, which tells what the document is about.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+
+import typer
 
 from cacheblend_rag import load_tokenizer
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.questions import load_dataset
 from cacheblend_rag.quality.scores import holds_answer
 from cacheblend_rag.text.chunk import Chunk, Document
-from tests.benchmarks.command import run
 
 ADJACENT, FRAGMENTS, SHUFFLED = SETTINGS = ("adjacent", "fragments", "shuffled")
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+(?=[^a-z\s])|\n\s*\n")
 CountTokens = Callable[[str], int]
 
 
-def measure(
+def main(
     *,
     source: str = "questions.json",
     out: str = "cut.json",
@@ -36,8 +37,8 @@ def measure(
     questions: int = 40,
     chunk_tokens: int = 150,
     prompt_tokens: int = 0,
-) -> dict[str, Any]:
-    """Write questions with cut documents; return how many there are in each setting.
+) -> None:
+    """Write questions with cut documents; print how many there are in each setting.
 
     source: a file that `eval` reads. model: its tokenizer counts tokens. questions: most a setting.
     chunk_tokens: about how many a chunk has; chunks end with sentences. prompt_tokens: other
@@ -47,7 +48,8 @@ def measure(
     cut = cut_dataset(data, chunk_tokens, prompt_tokens, lambda text: len(tokenizer.tokenize(text)))
     found = tuple(chain(*(cut.of_setting(setting)[:questions] for setting in SETTINGS)))
     replace(cut, questions=found).save(Path(out))
-    return {setting: sum(one.setting == setting for one in found) for setting in SETTINGS}
+    told = {setting: sum(one.setting == setting for one in found) for setting in SETTINGS}
+    print(json.dumps(told))
 
 
 def cut_dataset(
@@ -125,4 +127,4 @@ def cut_text(text: str, chunk_tokens: int, count_tokens: CountTokens) -> tuple[s
 
 
 if __name__ == "__main__":
-    run(measure)
+    typer.run(main)

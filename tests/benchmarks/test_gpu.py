@@ -50,9 +50,7 @@ def test_every_blend_is_compared_with_ordinary_prefill_of_the_same_prompt() -> N
 
 def test_chunks_come_from_each_tier_and_memory_is_told() -> None:
     assert list(dict.fromkeys(row["tier"] for row in rows("tiers"))) == list(steps.TIERS)
-    for row in rows("tiers"):
-        in_memory = row["tier"] == steps.COLD and "set TMPDIR to a folder on a disk" in str(row)
-        assert in_memory or row["blend_ms"] > 0
+    assert all(row["blend_ms"] > 0 for row in rows("tiers"))
     assert all(row["prompt_kv_mib"] > 0 for row in rows("memory"))
 
 

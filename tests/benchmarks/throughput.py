@@ -8,8 +8,10 @@ cache. The KV cache holds all questions and chunks at once, in all three.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN
@@ -31,7 +34,6 @@ from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.text.prompt import BlendPrompt
-from tests.benchmarks.command import run, say
 from tests.benchmarks.shapes import ModelShape, draw_chunks, draw_words, named_shape
 
 SALT = "prefix-caching"
@@ -39,7 +41,7 @@ WARM_UPS = 2
 SPARE_TOKENS, BLOCK_TOKENS, GPU_SHARE = 256, 128, 0.9
 
 
-def measure(
+def main(
     *,
     shape: str = "smollm2-135m",
     dtype: str = "float32",
@@ -54,8 +56,8 @@ def measure(
     selector: str = "hkvd",
     ratio: float = 0.15,
     seed: int = 7,
-) -> dict[str, Any]:
-    """Return questions per second of each, their ratios, and the parameters."""
+) -> None:
+    """Print questions per second of each, their ratios, and the parameters, as JSON."""
     dimensions, precision = named_shape(shape), named_dtype(dtype)
     vocabulary, rng = dimensions.vocabulary, random.Random(seed)
     sampling = SamplingParams.greedy(answer_tokens, ignore_eos=True)
@@ -91,18 +93,18 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as folder:
         dimensions.save(Path(folder), dtype=precision, device=device)
         dimensions.build_tokenizer().save_pretrained(folder)  # a word a token
-        say("plain vLLM")
+        _say("plain vLLM")
         off = {**options, "enable_prefix_caching": False, "kv_transfer_config": None}
         with running_vllm(folder, off) as engine:
             plain = per_second(lambda prompt: engine.generate_full(prompt, sampling))
-        say("vLLM's prefix caching")
+        _say("vLLM's prefix caching")
         with running_vllm(folder, {**options, "kv_transfer_config": None}) as engine:
             for chunk in known:
                 engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, cache_salt=SALT)
             cached = per_second(
                 lambda prompt: engine.generate_full(prompt, sampling, cache_salt=SALT)
             )
-        say("blending")
+        _say("blending")
         room = 2 * dimensions.kv_bytes((chunks + drawn) * chunk_tokens, precision)
         settings = ConnectorSettings(store=StoreConfig(host_bytes=room))
         with running_vllm(folder, options, settings) as engine:
@@ -116,7 +118,7 @@ def measure(
                 return answer
 
             blend = per_second(blended)
-    return {
+    found = {
         "blend_rps": blend,
         "plain_rps": plain,
         "prefix_caching_rps": cached,
@@ -132,6 +134,12 @@ def measure(
         "selector": selector,
         "ratio": ratio,
     }
+    print(json.dumps(found, indent=1))
+
+
+def _say(label: str) -> None:
+    """Tell what is done next."""
+    print(label, file=sys.stderr)
 
 
 def engine_options(
@@ -160,4 +168,4 @@ def running_vllm(
 
 
 if __name__ == "__main__":
-    run(measure)
+    typer.run(main)

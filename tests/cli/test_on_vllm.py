@@ -71,7 +71,7 @@ def test_eval_gives_the_table_of_the_embedded_engine(tmp_path):
 @needs_vllm
 def test_throughput_is_measured():
     sizes = "--chunk-tokens 48 --question-tokens 5 --questions 3 --chunks 4 --drawn 2"
-    command = f"-m tests.benchmarks.throughput {sizes} --answer-tokens 3 --eager --json"
+    command = f"-m tests.benchmarks.throughput {sizes} --answer-tokens 3 --eager"
     done = subprocess.run([sys.executable, *command.split()], capture_output=True, check=True)
     found = json.loads(done.stdout)
     assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)

@@ -33,7 +33,7 @@ from tests.local_servers import BUCKET, HOST, own_redis, own_s3
 from tests.model_names.tiny_gguf import tiny_llama, write_gguf
 from tests.models import make_model, make_tokenizer, words
 
-CASES = int(os.environ.get("CACHEBLEND_TEST_CASES", "100"))
+CASES = int(os.environ.get("CACHEBLEND_TEST_CASES", "60"))
 
 # Stored objects
 

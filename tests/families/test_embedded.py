@@ -31,8 +31,7 @@ BLENDED = (
     "smollm3", "stablelm, parallel", "starcoder2", "vaultgemma",
 )  # fmt: skip
 IN_BFLOAT16 = (
-    "cohere2", "gemma3_text", "glm4", "gpt_neox", "granite", "llama, biases", "llama, yarn",
-    "mistral", "modernbert-decoder", "olmo2", "qwen2", "qwen3_moe", "smollm3",
+    "cohere2", "gemma3_text", "glm4", "llama, yarn", "modernbert-decoder", "qwen2", "qwen3_moe",
 )  # fmt: skip
 """One of each kind of norm, rotary layout, window and expert."""
 REFUSED = {

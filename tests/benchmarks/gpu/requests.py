@@ -7,7 +7,7 @@ so no two prompts here have equally many tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -108,7 +108,7 @@ class Scene:
 class Requests:
     """An engine whose store holds chunks in one tier, and the questions asked of it.
 
-    tier: the name that reports must give for every chunk. before: called before each blend.
+    tier: the name that reports must give for every chunk.
     """
 
     scene: Scene
@@ -116,7 +116,6 @@ class Requests:
     chunks: list[Chunk]
     tier: str
     vocabulary: int
-    before: Callable[[], None] = lambda: None
     _random: random.Random = field(default_factory=lambda: random.Random(SEED))
     _lengths: Iterator[int] = field(default_factory=lambda: count(SHORTEST_QUESTION))
 
@@ -131,7 +130,6 @@ class Requests:
 
     def blend(self, prompt: BlendPrompt, config: BlendConfig) -> Generation:
         """Return the first token by a blend; raises CacheBlendError if it was none."""
-        self.before()
         done = self.engine.generate(prompt, ONE_TOKEN, config=config)
         report = done.report
         if not report.blended or any(chunk.tier != self.tier for chunk in report.chunks):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
-import os
 import platform
 import subprocess
 import sys
@@ -13,13 +10,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.gpu.requests import CASES, WARM_UPS, Requests, Row, Scene, open_requests
@@ -37,9 +31,7 @@ REPEAT, TOY_REPEAT = 3, 1
 HOST = "host://?capacity=none"
 NAMES = ("hkvd 0.15", "before layer 0, 0.05", "reuse only, 0")
 """Those of CASES that are measured by tier, and whose memory is."""
-COLD = "disk, cold"
-"""Files are dropped from the page cache before each blend, and read past it."""
-TIERS = ("device", "host", "disk", COLD)
+TIERS = ("device", "host", "disk")
 MIB = 1 << 20
 
 
@@ -85,10 +77,8 @@ def tiers(shape: str) -> Iterator[Row]:
 def _of_tier(scene: Scene, model: PreTrainedModel, tier: str) -> Iterator[Row]:
     chunks = scene.pick(TIER_CHUNKS, TOY_TIER_CHUNKS)
     with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-") as folder:
-        url = f"disk://{folder}" if tier in {"disk", COLD} else f"{tier}://?capacity=none"
+        url = f"disk://{folder}" if tier == "disk" else f"{tier}://?capacity=none"
         with open_requests(scene, model, url, TierUrl(url).name, chunks) as requests:
-            if tier == COLD:
-                requests.before = partial(drop_from_page_cache, Path(folder))
             for name in NAMES:
                 row = {"tier": tier, "chunk_tokens": chunks * scene.chunk_tokens, "case": name}
                 repeat = scene.pick(REPEAT, TOY_REPEAT)
@@ -155,31 +145,3 @@ def _attempt(row: Row, measure: Callable[[], Row]) -> Row:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return {**row, "failed": failed}
-
-
-def drop_from_page_cache(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that the next read waits for the disk.
-
-    Raises CacheBlendError where the system keeps them in memory, as on a tmpfs.
-    """
-    for path in filter(Path.is_file, folder.rglob("*")):
-        with path.open("rb+") as file:
-            os.fsync(file)  # pages that are not written yet stay
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if _is_cached(file.fileno(), path.stat().st_size):
-                raise CacheBlendError(
-                    f"cold: the system keeps {path} in memory; set TMPDIR to a folder on a disk"
-                )
-
-
-def _is_cached(file: int, nbytes: int) -> bool:
-    """Whether any page of an open file is in the page cache, as ``mincore`` tells."""
-    if not nbytes:
-        return False
-    told = np.empty(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
-    with mmap.mmap(file, nbytes, prot=mmap.PROT_READ) as mapped:
-        at = np.frombuffer(mapped, dtype=np.uint8).ctypes.data_as(ctypes.c_void_p)
-        result = told.ctypes.data_as(ctypes.c_void_p)
-        failed = ctypes.CDLL(None).mincore(at, ctypes.c_size_t(nbytes), result)
-        del at  # it keeps the file mapped
-    return bool(failed or (told & 1).any())
