@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.rag.answering import Asker
     from cacheblend_rag.rag.conversation import Answered, Conversation
-    from cacheblend_rag.rag.prompt import FittedPrompt
+    from cacheblend_rag.rag.prompt import FittedPrompt, Source
 
 INPUT_PROMPT = "> "
 COMMANDS = "/sources, /report, /reset, /exit"
@@ -72,10 +72,12 @@ def ask_command(
     with --document, of its windows: chunk_tokens, overlap, window, combine.
     """
     from cacheblend_rag.engines.sampling import SamplingParams
-    from cacheblend_rag.rag.answering import clean_question
+    from cacheblend_rag.rag.answering import Asker, clean_question
     from cacheblend_rag.rag.document_windows import AnalysisPlan
 
-    text = None if question is None else clean_question(_one(question))
+    if question is not None and len(question) > 1:
+        raise PromptError(f'the question must stand in quotes: ask "{" ".join(question)}"')
+    text = None if question is None else clean_question(question[0])
     sampling, settings = split(settings, SamplingParams)
     if document is not None:
         options.refuse(
@@ -108,7 +110,9 @@ def ask_command(
         # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
         given["blend"] = {**given.get("blend", {}), "reuse_prefix": False}
     given.setdefault("fill_on_miss", text is None)  # useless where the process asks once and ends
-    with output.stdout_reserved(as_json), asking.opened(folder, given) as asker:
+    with output.stdout_reserved(as_json), contextlib.ExitStack() as stack:
+        with output.progress_bar() as bar:
+            asker = stack.enter_context(Asker(folder, given, progress=bar))
         if text is None:
             _chat(asker, sampling, top_k, order, resume)
             return
@@ -130,13 +134,6 @@ def ask_command(
             f"\nfirst token: blend {output.duration(blended)}, full prefill "
             f"{output.duration(ordinary)}, {ordinary / blended:.1f}x sooner"
         )
-
-
-def _one(words: list[str]) -> str:
-    """Return the question; raises PromptError when the shell has split it into words."""
-    if len(words) > 1:
-        raise PromptError(f'the question must stand in quotes: ask "{" ".join(words)}"')
-    return words[0]
 
 
 def _answered(
@@ -195,54 +192,8 @@ def _first_token(generation: Generation) -> float:
     return generation.report.seconds.time_to_first_token
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """A conversation over a collection; saved_in: its file, if it has one."""
-
-    asker: Asker
-    conversation: Conversation
-    top_k: int
-    order: PassageOrder
-    saved_in: Path | None
-
-    def take(self, line: str) -> None:
-        """Run a line: a command or a question."""
-        last = self.conversation.last
-        if not line.startswith("/"):
-            self._ask(line)
-        elif line == "/reset":
-            self.conversation.forget()
-            self._save()
-        elif line not in {"/sources", "/report"}:
-            output.warn(f"{line} is not a command: {COMMANDS}")
-        elif last is None:
-            output.warn("nothing was asked yet")
-        elif line == "/sources":
-            asking.print_sources(last.fitted.sources)
-        else:
-            asking.print_report(last.answer.report)
-
-    def _ask(self, question: str) -> None:
-        conversation = self.conversation
-        found = self.asker.retrieve(question, self.top_k, self.order, conversation.turns)
-        with _ctrl_c_sets_event() as cancel:
-            for _ in asking.written(conversation.stream(question, found, cancel=cancel)):
-                pass
-        if conversation.last:
-            _remark(conversation.last)
-        self._save()
-
-    def _save(self) -> None:
-        if self.saved_in is not None:
-            self.conversation.save(self.saved_in)
-
-
 def _chat(
-    asker: Asker,
-    sampling: SamplingParams,
-    top_k: int,
-    order: PassageOrder,
-    saved_in: Path | None,
+    asker: Asker, sampling: SamplingParams, top_k: int, order: PassageOrder, saved_in: Path | None
 ) -> None:
     """Answer questions, one per line, until the input ends; saved_in: goes on from this file."""
     from cacheblend_rag.rag.conversation import Conversation
@@ -252,18 +203,42 @@ def _chat(
         conversation = Conversation.load(saved_in, asker.engine, **settings)
     else:
         conversation = Conversation(asker.engine, **settings)
-    chat = _Chat(asker, conversation, top_k, order, saved_in)
     for line in _lines():
         if line == "/exit":
             return
         try:
-            chat.take(line)
+            if line == "/reset":
+                conversation.forget()
+            elif line.startswith("/"):
+                _show(line, conversation.last)
+            else:
+                found = asker.retrieve(line, top_k, order, conversation.turns)
+                _ask(conversation, line, found)
+            if saved_in is not None:
+                conversation.save(saved_in)
         except CacheBlendError as error:
             output.warn(str(error))
 
 
-def _remark(done: Answered) -> None:
-    """Print a summary of an answer in one line on stderr."""
+def _show(command: str, last: Answered | None) -> None:
+    """Print the sources or the report of the last answer."""
+    if command not in ("/sources", "/report"):
+        output.warn(f"{command} is not a command: {COMMANDS}")
+    elif last is None:
+        output.warn("nothing was asked yet")
+    elif command == "/sources":
+        asking.print_sources(last.fitted.sources)
+    else:
+        asking.print_report(last.answer.report)
+
+
+def _ask(conversation: Conversation, question: str, passages: Sequence[Source]) -> None:
+    """Print an answer as it comes, and a summary of it in one line on stderr."""
+    with _ctrl_c_sets_event() as cancel:
+        deltas = conversation.stream(question, passages, cancel=cancel)
+        collections.deque(asking.written(deltas), maxlen=0)
+    if (done := conversation.last) is None:
+        return
     fitted, report = done.fitted, done.answer.report
     parts = [
         f"{len(fitted.sources)} passages",

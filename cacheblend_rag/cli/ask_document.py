@@ -12,7 +12,7 @@ import typer
 
 from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.document_windows import AnalysisPlan
@@ -44,12 +44,8 @@ def ask_document(
     The KV of each chunk is computed once and kept; another question about the same file computes
     none. Ctrl-C ends it; with ``resume`` the same command goes on.
     """
-    if not path.exists():
-        raise StoreError(f"{path} does not exist: give the path of a document")
-    if not path.is_file():
-        raise PromptError(f"{path} is not a file: give one document")
-    if path.suffix.lower() not in EXTRACTORS:
-        raise PromptError(f"{path} must be one of {' '.join(EXTRACTORS)}, by its name")
+    if not path.is_file() or path.suffix.lower() not in EXTRACTORS:
+        raise PromptError(f"--document {path} must be a file of a kind {' '.join(EXTRACTORS)}")
     defaults = {
         "engine": EMBEDDED,
         "model": DEFAULT_MODEL,

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.model_files import quiet_libraries
-from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection import open_quietly
 from cacheblend_rag.rag.prompt import PassageOrder, Source
-from cacheblend_rag.reason import ReasonCode
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.progress import ProgressCallbacks
-    from cacheblend_rag.report import BlendReport, ChunkReport
+    from cacheblend_rag.report import BlendReport
     from cacheblend_rag.settings import EngineConfig
 
 TOP_K = 4
@@ -46,12 +44,6 @@ def load_engine(config: EngineConfig, progress: ProgressCallbacks) -> Engine:
         return open_quietly(config)
 
 
-def opened(folder: Path, given: Mapping[str, Any]) -> Asker:
-    """Open a collection, and show progress of loading; given: settings by name, see Asker."""
-    with output.progress_bar() as bar:
-        return Asker(folder, given, progress=bar)
-
-
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:
     """Yield the deltas, and print their text on stdout at once, with a line break at the end."""
     begun = False
@@ -72,13 +64,13 @@ def print_sources(sources: Sequence[Source]) -> None:
 
 
 def print_report(report: BlendReport) -> None:
-    """Print a request's report, in at most three lines."""
+    """Print a request's report, in a few lines."""
     for line in report_lines(report):
         typer.echo(f"  {line}")
 
 
 def report_lines(report: BlendReport) -> list[str]:
-    """Return a line on tokens and time, one on the selector or reason, and one on the chunks."""
+    """Return a line on tokens and time, one on the selector or reason, and those on chunks."""
     seconds = report.seconds.time_to_first_token
     exact = f" ({report.prefix_tokens:,} of an earlier prompt)" if report.prefix_tokens else ""
     lines = [
@@ -87,34 +79,20 @@ def report_lines(report: BlendReport) -> list[str]:
         f"first token after {output.duration(seconds)}"
     ]
     if report.blended:
-        work = f"{output.percent(report.compute_share)} of full prefill's work"
-        lines.append(f"blended: {_rule(report)}, {work}")
+        told = f" ({report.selector_reason})" if report.selector_reason else ""
+        lines.append(
+            f"blended: {report.selector}{told}, ratio {report.recompute_ratio:g}, "
+            f"{output.percent(report.compute_share)} of full prefill's work"
+        )
     else:
         lines.append(f"ordinary prefill: {report.reason}")
-    # A collection's chunks have a document; the parts of earlier turns have none.
-    passages = [chunk for chunk in report.chunks if chunk.document_id is not None]
-    turns = [chunk for chunk in report.chunks if chunk.document_id is None]
-    named = {"passages": passages, "parts of earlier turns": turns}
-    parts = [f"{name}: {_fates(chunks)}" for name, chunks in named.items() if chunks]
-    return [*lines, "; ".join(parts)] if parts else lines
-
-
-def _fates(chunks: Iterable[ChunkReport]) -> str:
-    fates = Counter(_fate(chunk) for chunk in chunks)
-    return ", ".join(f"{count} {fate}" for fate, count in fates.items())
-
-
-def _rule(report: BlendReport) -> str:
-    """Return the selector and ratio; if nothing was recomputed on purpose, why."""
-    why = report.selector_reason
-    if why is not None and why.code is ReasonCode.CONTEXT_KEPT:
-        return (
-            "nothing is recomputed by this rule: each passage's KV was computed in its own "
-            "document, which recomputed KV would forget"
-        )
-    told = f" ({why})" if why else ""
-    return f"{report.selector}{told}, ratio {report.recompute_ratio:g}"
-
-
-def _fate(chunk: ChunkReport) -> str:
-    return f"reused from {chunk.tier}" if chunk.hit else str(chunk.reason)
+    fates = {"passages": Counter[str](), "parts of earlier turns": Counter[str]()}
+    for chunk in report.chunks:
+        # A collection's chunks have a document; the parts of earlier turns have none.
+        kind = "passages" if chunk.document_id is not None else "parts of earlier turns"
+        fates[kind][f"reused from {chunk.tier}" if chunk.hit else str(chunk.reason)] += 1
+    for kind, counts in fates.items():
+        if counts:
+            told = ", ".join(f"{count} {fate}" for fate, count in counts.items())
+            lines.append(f"{kind}: {told}")
+    return lines

@@ -64,7 +64,8 @@ class Conversation:
 
     Attributes:
         last: the last prompt and answer, None at first.
-        turns: the earlier turns that the next prompt may hold, oldest first.
+        turns: the earlier turns that the next prompt may hold, oldest first. Put in another order,
+            or without some, their KV stays reusable.
         kv: which KV of its turns is stored.
     """
 
@@ -197,21 +198,6 @@ class Conversation:
         *earlier, asked = fitted.turns
         text = answer.text.strip()
         self.turns = (*earlier, replace(asked, answer=text)) if text else tuple(earlier)
-
-    def reorder(self, order: Sequence[int]) -> None:
-        """Put the earlier turns into another order, or leave some out; their KV stays reusable.
-
-        Args:
-            order: indices into ``turns``, each at most once.
-
-        Raises:
-            ConfigError: when an index is out of range, or named twice.
-        """
-        if len(set(order)) != len(order) or not all(0 <= at < len(self.turns) for at in order):
-            raise ConfigError(
-                f"order={order!r} must hold different numbers below {len(self.turns)}"
-            )
-        self.turns = tuple(self.turns[at] for at in order)
 
     def forget(self) -> int:
         """Forget all turns and evict their KV; returns how many pieces of it were stored.

@@ -86,8 +86,7 @@ def test_that_nothing_was_recomputed_is_explained():
     ) in report_lines(fallen)
     kept = replace(chosen, selector="none", selector_reason=CONTEXT_KEPT, recompute_ratio=0.0)
     (line,) = [line for line in report_lines(kept) if line.startswith("blended: ")]
-    assert "nothing is recomputed by this rule: each passage's KV" in line
-    assert "ratio" not in line
+    assert "none (nothing to recompute: the chunks know their own documents), ratio 0" in line
     assert "900 reused, 90 recomputed" in report_lines(chosen)[0]
     prefixed = replace(chosen, prefix_tokens=128)
     assert "900 reused (128 of an earlier prompt), 90" in report_lines(prefixed)[0]

@@ -85,9 +85,8 @@ WRONG = {
     (*DOCTOR_DEMO, "--set", "model=smollm2"): "this command has an option of its own for it",
     (*DOCTOR_DEMO, "--set", "kind=preface"): "lead_in='preface'",
     # documents to analyze
-    ("ask", "--document", "{nothing}"): "does not exist",
-    ("ask", "--document", "{notes}"): "is not a file: give one document",
-    ("ask", "--document", "{file}"): "must be one of .txt",
+    ("ask", "--document", "{nothing}"): "must be a file of a kind .txt",
+    ("ask", "--document", "{file}"): "must be a file of a kind .txt",
     (*DOCUMENT, "--top-k", "2"): "--top-k: for a collection only, leave out --document",
     (*DOCUMENT, "--set", "window=0"): "window=0 must be",
     (*DOCUMENT, "--set", "chunk_tokens=9"): "chunk_tokens=9 must be greater than or equal to 16",

@@ -127,7 +127,7 @@ class ConversationContract:
         for turn in range(4):
             self.asked(conversation, turn)
         usual = self.asked(conversation, 4).report
-        conversation.reorder([3, 0, 2, 1])
+        conversation.turns = tuple(conversation.turns[index] for index in (3, 0, 2, 1))
         changed = self.asked(conversation, 5).report
         assert [turn.question for turn in conversation.turns][:4] == [
             QUESTIONS[index] for index in (3, 0, 2, 1)
