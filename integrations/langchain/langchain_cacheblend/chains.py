@@ -79,16 +79,7 @@ def create_cacheblend_chain(
         ConfigError: before a model is loaded, for an argument of another kind, for a prompt that
             takes no ``context``, and for Documents without an ``embedding``.
     """
-    given = _Given(
-        documents_or_retriever=cast("Any", documents_or_retriever),
-        llm=llm,
-        prompt=prompt,
-        embedding=embedding,
-        k=k,
-        document_prompt=document_prompt,
-        document_separator=document_separator,
-        order=cast("PassageOrder", order),
-    )
+    given = _Given(**locals())
     source = given.documents_or_retriever
     _settle_instruction(llm, prompt)
     compressor = CacheBlendCompressor(engine=llm.engine, order=given.order)
@@ -130,6 +121,7 @@ class _Given(CheckedOptions):
     document_prompt: InstanceOf[BasePromptTemplate[Any]]
     document_separator: str
     order: PassageOrder
+    collection: str
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

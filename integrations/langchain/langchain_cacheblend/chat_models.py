@@ -36,14 +36,15 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from langchain_cacheblend.documents import current_hints
-from langchain_cacheblend.forms import to_engine_tools, to_response_format
 from langchain_cacheblend.history import current_conversation
 from langchain_cacheblend.messages import (
     overflow_told,
     plain_text,
+    to_engine_tools,
     to_message,
     to_openai_messages,
     to_piece,
+    to_response_format,
 )
 from langchain_cacheblend.options import EngineOptions
 

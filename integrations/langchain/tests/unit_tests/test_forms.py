@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from langchain_cacheblend import ChatCacheBlend
-from langchain_cacheblend.forms import to_engine_tools, to_response_format
+from langchain_cacheblend.messages import to_engine_tools, to_response_format
 
 
 class Search(BaseModel):

@@ -31,7 +31,7 @@ from cacheblend_rag import (
     ToolCall,
 )
 from llama_index.llms.cacheblend import CacheBlendLLM
-from llama_index.llms.cacheblend.messages import plain_messages
+from llama_index.llms.cacheblend.call import plain_messages
 
 ADD = ("add", {"a": 2, "b": 3})
 SUB = ("sub", {"a": 2, "b": 3})

@@ -14,7 +14,7 @@ from toy import TOY
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
-from llama_index.llms.cacheblend.precompute import source_documents
+from llama_index.llms.cacheblend.indexing import source_documents
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 

@@ -21,7 +21,7 @@ from llama_index.llms.cacheblend import (
     collect_reports,
 )
 from llama_index.llms.cacheblend.context import expect, hints_in
-from llama_index.llms.cacheblend.precompute import has_window
+from llama_index.llms.cacheblend.indexing import has_window
 
 SPLITTER = [SentenceSplitter(chunk_size=40, chunk_overlap=0)]
 HEAD = "Context information is below.\n---------------------\n"

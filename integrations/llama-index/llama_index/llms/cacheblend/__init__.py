@@ -1,13 +1,12 @@
 from llama_index.llms.cacheblend.chat_engine import CacheBlendChatMemory, cacheblend_chat_engine
 from llama_index.llms.cacheblend.context import CacheBlendReportEvent, collect_reports
+from llama_index.llms.cacheblend.indexing import CacheBlendPrecompute, CacheBlendVectorStore
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 from llama_index.llms.cacheblend.query_engine import (
     cacheblend_query_engine,
     cacheblend_retriever_tool,
 )
-from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
 
 __all__ = [
     "CacheBlendChatMemory",

@@ -35,8 +35,14 @@ from cacheblend_rag import (
     PromptError,
     TurnPrompt,
 )
-from llama_index.llms.cacheblend.call import CALL, Call, Response, sampling_of, tools_of
-from llama_index.llms.cacheblend.messages import plain_messages
+from llama_index.llms.cacheblend.call import (
+    CALL,
+    Call,
+    Response,
+    plain_messages,
+    sampling_of,
+    tools_of,
+)
 from llama_index.llms.cacheblend.settings import EngineSettings
 from llama_index.llms.cacheblend.structured import StructuredPredictor
 
@@ -210,13 +216,8 @@ class CacheBlendLLM(EngineSettings, StructuredPredictor):
     ) -> list[ToolSelection]:
         """Return the tools that a response calls, with their arguments.
 
-        Args:
-            response: of a chat with tools.
-            error_on_no_tool_call: whether a response that calls none is an error.
-            **kwargs: not used.
-
         Raises:
-            ValueError: when it calls none.
+            ValueError: when it calls none, unless that is no error.
             ConfigError: when ``max_tokens`` ended a call before it was whole.
         """
         called = [one for one in response.message.blocks if isinstance(one, ToolCallBlock)]

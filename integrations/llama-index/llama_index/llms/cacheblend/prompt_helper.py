@@ -12,8 +12,8 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.utilities.token_counting import TokenCounter
 
 from cacheblend_rag import ChunkRegistry
+from llama_index.llms.cacheblend.indexing import SEPARATOR
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import SEPARATOR
 from llama_index.llms.cacheblend.settings import checked_llm
 from llama_index.llms.cacheblend.structured import schema_text
 

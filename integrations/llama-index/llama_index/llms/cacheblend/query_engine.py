@@ -27,11 +27,10 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from pydantic import InstanceOf
 
 from cacheblend_rag import CheckedOptions, ConfigError, PassageOrder
+from llama_index.llms.cacheblend.indexing import CacheBlendPrecompute, CacheBlendVectorStore
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 from llama_index.llms.cacheblend.settings import CONTEXT_VARIABLES
-from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
 from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
 
 Source = Sequence[Document] | BaseIndex[Any]

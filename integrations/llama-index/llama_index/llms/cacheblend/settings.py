@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRole
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer
+from llama_index.core.bridge.pydantic import Field, field_serializer
 from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.schema import BaseComponent
@@ -25,7 +26,7 @@ from cacheblend_rag import (
     load_tokenizer,
     text_before,
 )
-from llama_index.llms.cacheblend.messages import plain_messages
+from llama_index.llms.cacheblend.call import plain_messages
 
 CONTEXT_VARIABLES = ("context_str", "context_msg")
 PLACE = "\ue000"
@@ -76,8 +77,6 @@ class EngineSettings(CheckedComponent, EngineComponent):
         description="Whether prompts are chat messages; by default, if the model has a template.",
     )
 
-    _resolved: str | None = PrivateAttr(default=None)
-
     def __init__(self, **options: Any) -> None:
         named = self._read(options)
         given, model = named.get("engine", "auto"), named.get("model")
@@ -113,17 +112,12 @@ class EngineSettings(CheckedComponent, EngineComponent):
         """Return ``instruction``, or the head of ``template`` as this model's prompts show it."""
         if self.instruction is not None or self._source.was_given:
             return self.instruction or ""
-        if template is None and self._resolved is not None:
-            return self._resolved
-        instruction = text_before_context(
+        return text_before_context(
             template,
             tokenizer=_tokenizer(self.model),
             is_chat_model=self.is_chat_model,
             system_prompt=getattr(self, "system_prompt", None),
         )
-        if template is None:
-            self._resolved = instruction
-        return instruction
 
     def _own_options(self) -> dict[str, Any]:
         instruction = self.resolve_instruction()
@@ -137,6 +131,7 @@ def checked_llm(llm: Any) -> Any:
     return llm
 
 
+@lru_cache(maxsize=4)
 def _tokenizer(model: str | None) -> Any:
     """Return the model's tokenizer, or None: opening the model will say why it does not load."""
     try:

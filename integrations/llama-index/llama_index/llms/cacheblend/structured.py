@@ -52,13 +52,7 @@ class StructuredPredictor(FunctionCallingLLM):
         llm_kwargs: Arguments | None = None,
         **prompt_args: Any,
     ) -> Model:
-        """Return an object of a class.
-
-        Args:
-            output_cls: a pydantic class.
-            prompt: the template.
-            llm_kwargs: further arguments of the call.
-            **prompt_args: values of the template.
+        """Return an object of a pydantic class.
 
         Raises:
             ConfigError: when ``max_tokens`` end the answer before its JSON is whole.

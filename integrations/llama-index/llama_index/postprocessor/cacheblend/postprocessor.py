@@ -11,14 +11,14 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from cacheblend_rag import Chunk, Engine, PassageOrder
 from llama_index.llms.cacheblend.context import Hint, expect
-from llama_index.llms.cacheblend.llm import CacheBlendLLM
-from llama_index.llms.cacheblend.precompute import (
+from llama_index.llms.cacheblend.indexing import (
     bare_text,
     document_id,
     shown_text,
     shows_window,
     start_index,
 )
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
 
 
@@ -54,7 +54,7 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         ordered = self.order.arrange(
             sorted(nodes, key=lambda node: -(node.score or 0.0)),
             document_of=lambda node: document_id(node.node),
-            positions_of=lambda found: _positions([node.node for node in found], engine),
+            positions_of=lambda found: _positions([node.node for node in found]),
         )
         hints = [hint for node in ordered for hint in _hints(node.node, engine)]
         expect(hints)
@@ -69,21 +69,10 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         return self._postprocess_nodes(nodes, query_bundle)
 
 
-def _positions(nodes: Sequence[BaseNode], engine: Engine) -> Sequence[int]:
-    """Return the places of one document's nodes: among its known chunks, or else in its text.
-
-    Where one of them has neither, they keep the order they have.
-    """
-    name = document_id(nodes[0])
-    known = {chunk.text: place for place, chunk in enumerate(engine.registry.document(name))}
-    for places in (
-        [known.get(shown_text(node)) for node in nodes],
-        [start_index(node) for node in nodes],
-    ):
-        told = [place for place in places if place is not None]
-        if len(told) == len(nodes):
-            return told
-    return range(len(nodes))
+def _positions(nodes: Sequence[BaseNode]) -> Sequence[int]:
+    """Return where one document's nodes start in it; as they come, where one has no place."""
+    told = [place for node in nodes if (place := start_index(node)) is not None]
+    return told if len(told) == len(nodes) else range(len(nodes))
 
 
 def _hints(node: BaseNode, engine: Engine) -> list[Hint]:
