@@ -18,8 +18,13 @@ from cacheblend_rag.cli.serve_vllm import Address, warn_of_memory
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.middleware.bodies import MAX_BODY_MIB
-from cacheblend_rag.engines.vllm.middleware.hosts import check_host, is_loopback
-from cacheblend_rag.engines.vllm.middleware.keys import KEY_VARIABLE, has_storers, new_entry
+from cacheblend_rag.engines.vllm.middleware.keys import (
+    KEY_VARIABLE,
+    check_host,
+    has_storers,
+    is_loopback,
+    new_entry,
+)
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.folders import make_folder
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS, public_name

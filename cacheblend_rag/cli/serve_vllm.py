@@ -16,11 +16,12 @@ from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.middleware.bodies import BODY_VARIABLE
-from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE, is_loopback
 from cacheblend_rag.engines.vllm.middleware.keys import (
     DEFAULT_NAMESPACE,
+    HOSTS_VARIABLE,
     KEY_VARIABLE,
     STORE_KEY_VARIABLE,
+    is_loopback,
     read_tenants,
 )
 from cacheblend_rag.errors import ConfigError, ModelLoadError

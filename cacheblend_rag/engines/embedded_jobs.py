@@ -17,7 +17,6 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     NO_REPORT,
     CompareResult,
     ConnectorStatus,
-    Declined,
     EvictResult,
     Failed,
     LookupResult,
@@ -100,7 +99,7 @@ def _compared(engine: TransformersEngine, job: Compare, stop: Event) -> Result:
     compared = Compared(job.tokens, job.answer, job.reference or None)
     found = _unless(stop, engine._compare(request, compared))
     if found is None:
-        return Declined(NOT_STORED)
+        return Failed(NOT_STORED)
     return CompareResult(found.blend, found.prefill)
 
 

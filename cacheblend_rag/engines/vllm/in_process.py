@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.model_files import load_tokenizer, vllm_generation_values
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import BackgroundLoop, GivenLoop
 from cacheblend_rag.engines.structured import ONE_LINE
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.jobs import carry_out
 from cacheblend_rag.engines.vllm.namespaces import carry, current, current_job
-from cacheblend_rag.engines.vllm.protocol.job import Job
-from cacheblend_rag.engines.vllm.protocol.result import Result, result_of
+from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, Job
+from cacheblend_rag.engines.vllm.protocol.result import (
+    NO_CONNECTOR,
+    NO_REPORT,
+    Failed,
+    Result,
+    joined,
+    result_of,
+)
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_allocator, check_version, memory_share
 from cacheblend_rag.errors import (
@@ -223,4 +232,48 @@ def vllm_sampling(request: VLLMRequest) -> Any:
         **plain,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"kv_transfer_params": request.wish.to_params()},
+    )
+
+
+BY_ONE = frozenset({"compare", "status"})
+"""Kinds that any replica does for all."""
+BY_ONE_IF_SHARED = frozenset({"precompute", "lookup"})
+"""Kinds that one does for all if they keep chunk KV in one place."""
+
+Send = Callable[[VLLMRequest], Awaitable[Result | None]]
+"""Sends a request, and returns the connector's result."""
+
+
+async def carry_out(job: Job, settings: ConnectorSettings, send: Send) -> Result:
+    """Have a job done by each replica that must do it.
+
+    Args:
+        job: what is to be done.
+        settings: of the connector.
+        send: sends a request to vLLM.
+
+    Returns:
+        One result of all: the first failure; stored is what all have, evicted what any had.
+    """
+    by_one = job.kind in BY_ONE or (job.kind in BY_ONE_IF_SHARED and settings.store.outlives)
+    replicas = [None] if by_one or settings.replicas == 1 else range(settings.replicas)
+    tasks = [asyncio.ensure_future(send(carrier(job, replica))) for replica in replicas]
+    try:
+        results = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if job.kind == "report":
+        return next((one for one in results if one not in (None, NO_REPORT)), NO_REPORT)
+    return reduce(joined, (one or Failed(NO_CONNECTOR) for one in results))
+
+
+def carrier(job: Job, replica: int | None = None) -> VLLMRequest:
+    """Return a request that carries a job to the connector; its prompt is any two tokens."""
+    return VLLMRequest(
+        (0, 0),
+        ResolvedSampling(max_tokens=2, ignore_eos=True),
+        f"{SALT_PREFIX}{uuid.uuid4().hex}",
+        replica=replica,
+        job=job.model_dump_json(),
     )

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.reason import Reason, ReasonCode
 
 TENANTS_VARIABLE = "CACHEBLEND_TENANTS"
 """The environment variable with the path of a tenants' file."""
@@ -24,6 +25,15 @@ FIELD = "cacheblend-namespace"
 """The trace header that holds a request's namespace."""
 JOB_FIELD = "cacheblend-job"
 """The trace header that holds a request's job, as JSON."""
+
+NO_NAMESPACE = Reason(
+    ReasonCode.UNSUPPORTED_REQUEST,
+    "the request came past the server's access middleware, so it belongs to no namespace",
+)
+NOT_FOR_TENANTS = Reason(
+    ReasonCode.UNSUPPORTED_REQUEST,
+    "release frees the memory of all tenants: use the server's own store key",
+)
 
 current: ContextVar[str | None] = ContextVar("cacheblend_namespace", default=None)
 """The namespace of the HTTP request that is being answered; None if keys do not decide it."""

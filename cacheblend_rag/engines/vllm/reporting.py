@@ -9,7 +9,6 @@ from cacheblend_rag.engines.answer import FinishReason
 from cacheblend_rag.engines.vllm.protocol.result import (
     NO_CONNECTOR,
     BlendResult,
-    Declined,
     Failed,
     Result,
 )
@@ -55,7 +54,7 @@ def prefill_report(
     sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
 ) -> PrefillReport:
     """Return the connector's result as a report, with the seconds measured by the client."""
-    done = result if isinstance(result, BlendResult) else _unblended(result)
+    done = result if isinstance(result, BlendResult) else BlendResult()
     chunks = _told(sent, done)
     blended = any(chunk.hit for chunk in chunks)
     phases, by_tier = _phases(done, times.first)
@@ -66,13 +65,9 @@ def prefill_report(
     starts["first_token"] = times.first - first_token
     if times.rest > 0:
         starts["decode"] = times.first
-    return PrefillReport(
+    return replace(
+        done,
         reason=None if blended else _reason(sent, finish_reason, result),
-        selector=done.selector,
-        selector_reason=done.selector_reason,
-        ratio_reason=done.ratio_reason,
-        ratio=done.ratio,
-        compute_share=done.compute_share,
         chunks=chunks,
         seconds={
             **phases,
@@ -84,6 +79,7 @@ def prefill_report(
         trace=_trace(sent, done),
         load_by_tier=by_tier,
         prefix_tokens=min(max(done.prefix_tokens, 0), chunks[0].start) if chunks else 0,
+        was_run=True,
     )
 
 
@@ -99,22 +95,6 @@ def _phases(done: BlendResult, first: float) -> tuple[dict[str, float], dict[str
     return {name: seconds * scale for name, seconds in phases.items()}, by_tier
 
 
-def _unblended(result: Result | None) -> BlendResult:
-    """Return what ordinary prefill did, as the result of a blend that reused no chunk."""
-    if not isinstance(result, Declined):
-        return BlendResult(())
-    done = BlendResult(result.chunks or ())
-    if result.compute_share is None:
-        return done
-    return replace(
-        done,
-        compute_share=result.compute_share,
-        prefix_tokens=result.prefix_tokens or 0,
-        seconds=result.seconds or {},
-        starts=result.starts or {},
-    )
-
-
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:
     """Return the trace; None if it was not asked for, or does not fit the prompt."""
     is_asked = sent.request.wish.config.get("trace")
@@ -127,19 +107,19 @@ def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> R
     if sent.reason:
         return sent.reason
     match result:
-        case Declined(reason=why) if why == NO_CHUNK and sent.placed:
+        case BlendResult(reason=why) if why == NO_CHUNK and sent.placed:
             return sent.refusal or NOT_STORED
-        case Failed(error=why) | Declined(reason=why):
+        case BlendResult(reason=why):
+            return why or NOT_STORED
+        case Failed(error=why):
             return why
-        case BlendResult():
-            return NOT_STORED
         case _ if finish_reason == "cancelled":
             return Reason(ReasonCode.CANCELLED, "cancelled before it was told")
         case _:
             return NO_CONNECTOR
 
 
-def _told(sent: Sent, done: BlendResult) -> list[ChunkReport]:
+def _told(sent: Sent, done: BlendResult) -> tuple[ChunkReport, ...]:
     """Return the reports of chunks that vLLM found, and of known ones where it found nothing.
 
     The tokens of a known chunk may have been found in another one that has them, too.
@@ -154,4 +134,4 @@ def _told(sent: Sent, done: BlendResult) -> list[ChunkReport]:
         for one in sent.placed
         if not any(c.start < one.end and one.start < c.start + c.tokens for c in chunks)
     ]
-    return sorted((*chunks, *missed), key=lambda chunk: chunk.start)
+    return tuple(sorted((*chunks, *missed), key=lambda chunk: chunk.start))

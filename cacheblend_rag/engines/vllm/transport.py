@@ -12,7 +12,12 @@ from cacheblend_rag.engines.answer import RawLogprob
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import BackgroundLoop, Cancellation
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, Ask, Job, Wish
-from cacheblend_rag.engines.vllm.protocol.result import ConnectorStatus, Result, status_of
+from cacheblend_rag.engines.vllm.protocol.result import (
+    ConnectorStatus,
+    Failed,
+    Result,
+)
+from cacheblend_rag.reason import Reason, ReasonCode
 
 T = TypeVar("T")
 
@@ -168,3 +173,14 @@ async def next_piece(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piec
     finally:
         later.cancel()
     return None if cancel.is_set() else piece
+
+
+def status_of(result: Result) -> ConnectorStatus:
+    """Return the status that was asked for; any other answer is the reason for not blending."""
+    match result:
+        case ConnectorStatus() as status:
+            return status
+        case Failed(error=why) if why:
+            return ConnectorStatus(False, why)
+        case _:
+            return ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))

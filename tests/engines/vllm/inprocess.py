@@ -23,8 +23,7 @@ from cacheblend_rag.engines.stream import BackgroundLoop
 from cacheblend_rag.engines.vllm.connector.finding import Finding
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.in_process import carry_out, vllm_sampling
 from cacheblend_rag.engines.vllm.namespaces import JOB_FIELD
 from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result, result_of

@@ -11,7 +11,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, StoreConfig
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.in_process import carry_out
 from cacheblend_rag.engines.vllm.protocol.job import (
     Ask,
     Compare,
@@ -86,7 +86,7 @@ def done(
         (PRECOMPUTE, (PrecomputeResult(0, 1), PrecomputeResult(1)), PrecomputeResult(1)),
         (PRECOMPUTE, (PrecomputeResult(1), Failed(WHY)), Failed(WHY)),
         (PRECOMPUTE, (PrecomputeResult(1), None), Failed(NO_CONNECTOR)),
-        (REPORT, (NO_REPORT, BlendResult(())), BlendResult(())),
+        (REPORT, (NO_REPORT, BlendResult()), BlendResult()),
         (REPORT, (None, NO_REPORT), NO_REPORT),
     ],
 )

@@ -12,10 +12,15 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from cacheblend_rag import BlendConfig, Generation, StoreConfig
-from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
+from cacheblend_rag.engines.vllm.connector.metadata import StepResults
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Failed, PrecomputeResult
+from cacheblend_rag.engines.vllm.protocol.result import (
+    RANK_FAILED,
+    BlendResult,
+    Failed,
+    PrecomputeResult,
+)
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory
@@ -148,7 +153,7 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
 
 
 def test_an_error_of_any_rank_is_the_result() -> None:
-    fine, failed = BlendResult(()), Failed(Reason(ReasonCode.FAILED, "blending failed: OSError"))
+    fine, failed = BlendResult(), Failed(Reason(ReasonCode.FAILED, "blending failed: OSError"))
     late = replace(RANK_FAILED, work_seconds=0.1)
     for first, second in ((failed, late), (late, failed)):
         results = StepResults({"a": first}).aggregate(StepResults({"a": second}))

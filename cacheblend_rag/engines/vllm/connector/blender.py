@@ -13,13 +13,17 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work
 from cacheblend_rag.engines.vllm.connector.live_weights import LiveWeights
-from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
-from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices, events_of, steps_ahead
+from cacheblend_rag.engines.vllm.connector.metadata import Allotted
+from cacheblend_rag.engines.vllm.connector.pace import Pace, PrefillTimer, Slices, events_of
 from cacheblend_rag.engines.vllm.connector.paged_cache import paged_cache
-from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
-from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Declined, Failed, Result
+from cacheblend_rag.engines.vllm.protocol.result import (
+    RANK_FAILED,
+    BlendResult,
+    Failed,
+    Result,
+)
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
@@ -98,17 +102,14 @@ class Blender:
     def try_model(self) -> None:
         """Test the model, see Trial, and find out how its cache is read back."""
         self.jobs.identity = self._identify(self.trial.run())
-        self._weights = LiveWeights(self.stack, self.trial.tokens)
+        self._weights = LiveWeights(self.stack.model)
         with torch.inference_mode():
             if self.cache.layouts is None:
                 logger.info("vLLM's KV cache cannot be read back: blends compute whole prompts")
 
-    def has_other_weights(self, *, surely: bool) -> bool:
-        """Whether any rank has other weights than when asked last; their KV has keys of its own.
-
-        surely: look at all bytes, even if no rank's sample differs.
-        """
-        if not self._any_rank(surely or self._weights.may_differ()):
+    def has_other_weights(self) -> bool:
+        """Whether any rank has other weights than when asked last; their KV has keys of its own."""
+        if not self._any_rank(self._weights.differ()):
             return False
         loaded = self._weights.loaded()
         if not self._any_rank(loaded != self.identity.get("loaded", "")):
@@ -172,7 +173,7 @@ class Blender:
             del self.at_work[request_id]
             self._leave(request_id)
             seconds = self._worked.pop(request_id)
-            if isinstance(result, BlendResult | Declined | Failed):
+            if isinstance(result, BlendResult | Failed):
                 result = replace(result, work_seconds=seconds)
             yield request_id, result
 
@@ -181,26 +182,14 @@ class Blender:
         """Run a job until it is done or time is up; None if it is not done.
 
         Ranks stop after the same step, since all of them take part in each step: the first one's
-        clock decides, and a failure of one is a failure of all. Once the job runs layers, a rank
-        that fails ends the engine, and jobs end on all ranks alike: then they agree only after as
-        many steps as fit into the time left.
+        clock decides, and a failure of one is a failure of all.
         """
-        began, done, ahead = time.perf_counter(), 0, 1
         while True:
             result = self._next_result(request_id, work)
             has_failed = isinstance(result, Failed | _OutOfMemory)
             if isinstance(result, _OutOfMemory):
                 result = self._given_up(request_id, result.lack)
-            late, done, ahead = self._pace.is_over(until), done + 1, ahead - 1
-            if request_id in self._together and not has_failed:
-                if result is not None:
-                    return result
-                if ahead:
-                    continue
-            now = time.perf_counter()
-            failed, late, ahead = self._agreed(
-                has_failed, late, steps_ahead(until - now, now - began, done)
-            )
+            failed, late = self._agreed(has_failed, self._pace.is_over(until))
             if result is not None or failed:
                 return RANK_FAILED if failed and not has_failed else result
             if late:
@@ -246,15 +235,11 @@ class Blender:
             self._together.add(request_id)
         return None
 
-    def _agreed(self, failed: bool, late: bool, ahead: int) -> tuple[bool, bool, int]:
-        """Return whether any rank failed, whether the first one's time is up, and its ``ahead``.
-
-        ahead: how many steps to run before ranks agree again.
-        """
+    def _agreed(self, failed: bool, late: bool) -> tuple[bool, bool]:
+        """Return whether any rank failed, and whether the first one's time is up."""
         ranks = get_tp_group()
         if ranks.world_size == 1:
-            return failed, late, 1
-        own = [late, ahead] if ranks.is_first_rank else [False, 0]
-        seen = torch.tensor([failed, *own], dtype=torch.int32)
-        failed, late, ahead = all_reduce(seen, "max").tolist()
-        return bool(failed), bool(late), ahead
+            return failed, late
+        seen = torch.tensor([failed, late and ranks.is_first_rank], dtype=torch.int32)
+        failed, late = all_reduce(seen, "max").tolist()
+        return bool(failed), bool(late)

@@ -21,9 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cacheblend_rag.engines.vllm.connector.compatibility import refusal_of
+from cacheblend_rag.engines.vllm.connector.compatibility import (
+    FAILS_REQUESTS,
+    kept_tokens,
+    refusal_of,
+)
 from cacheblend_rag.engines.vllm.connector.finding import Finding
-from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS, kept_tokens
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler

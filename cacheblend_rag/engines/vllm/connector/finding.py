@@ -13,15 +13,14 @@ from cacheblend_rag.engines.finder import Finder
 from cacheblend_rag.engines.found_chunk import FoundChunk, Vocabulary
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_files import load_tokenizer
-from cacheblend_rag.engines.vllm.connector.marks import Marks, Stretch
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
+from cacheblend_rag.engines.vllm.connector.prefix import Marks, Stretch
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE, Tenants
+from cacheblend_rag.engines.vllm.namespaces import NO_NAMESPACE, are_told_apart, namespace_of
 from cacheblend_rag.engines.vllm.protocol.job import Compare, Precompute, StoreJob, Wish
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
-    Declined,
     EvictResult,
     Failed,
     PrecomputeResult,
@@ -46,6 +45,25 @@ MISSING: Reason = Miss.NOT_STORED
 SERVERS_OWN = Wish()
 """What requests without a wish get, where the server searches all prompts."""
 NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
+
+
+class Tenants:
+    """The namespaces of requests.
+
+    Where keys decide them (``serve --tenants``), the access middleware gives each request its own.
+    Elsewhere all have the server's.
+    """
+
+    def __init__(self, settings: ConnectorSettings) -> None:
+        self.own = settings.namespace
+        self.are_told_apart = are_told_apart(tenants=settings.tenants)
+
+    def namespace_of(self, request: Any) -> str | None:
+        """Return the namespace of vLLM's Request; None if the access middleware gave it none.
+
+        Nothing may be reused for a request without one.
+        """
+        return namespace_of(request) if self.are_told_apart else self.own
 
 
 class Finding:
@@ -140,7 +158,7 @@ class Finding:
             told = (
                 one.placed().report(MISSING if one.is_missing else miss or MISSING) for one in found
             )
-            return Pending(result=Declined(why, tuple(told)))
+            return Pending(result=BlendResult(why, chunks=tuple(told)))
         blend = Blend(found, config)
         return Pending(blend=blend, stretches=self.stretches(request, blend))
 
@@ -174,8 +192,8 @@ class Finding:
             case Precompute() as job, PrecomputeResult() if self.mode != "off":
                 self.finder.learn(namespace, _run(job, result))
         match result:
-            case BlendResult() | Declined() if pending.blend is not None:
-                told = zip(pending.work_found, result.chunks or (), strict=False)
+            case BlendResult() if pending.blend is not None:
+                told = zip(pending.work_found, result.chunks, strict=False)
                 self.finder.note_missing(one.name for one, it in told if it.reason == MISSING)
             case Failed(error=why) if pending.blend and why.code.startswith("unsupported_"):
                 self._gives_up = True  # the worker blends nothing, ever

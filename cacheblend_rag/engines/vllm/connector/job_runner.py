@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedAttention, PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
-from cacheblend_rag.engines.vllm.connector.tenants import NOT_FOR_TENANTS
+from cacheblend_rag.engines.vllm.namespaces import NOT_FOR_TENANTS
 from cacheblend_rag.engines.vllm.protocol.job import (
     CHANGES,
     Compare,
@@ -37,7 +37,6 @@ from cacheblend_rag.engines.vllm.protocol.job import (
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
-    Declined,
     EvictResult,
     Failed,
     LookupResult,
@@ -68,7 +67,7 @@ from cacheblend_rag.prefill.precompute import (
 )
 from cacheblend_rag.prefill.prompt_pass import Destination, FusedPrompt, PromptPass
 from cacheblend_rag.reason import Miss, Reason
-from cacheblend_rag.report import ChunkReport, Evicted
+from cacheblend_rag.report import Evicted
 from cacheblend_rag.settings import BlendConfig
 
 Work = Steps[Result]
@@ -113,20 +112,19 @@ class JobRunner:
                 is_own = allotted.namespace in {None, self._namespace}
                 return self._release() if is_own else Failed(NOT_FOR_TENANTS)
 
-    def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
+    def no_room(self, allotted: Allotted, lack: str) -> BlendResult | Failed:
         """Return the result of a job that ran out of memory; vLLM serves its request."""
         if not allotted.is_blend:
             return Failed(no_room(lack))
         chunks = tuple(chunk.report(Miss.NO_ROOM) for chunk in self._placed(allotted))
-        return self._declined(allotted, no_room(lack), chunks)
+        return self._declined(allotted, BlendResult(no_room(lack), chunks=chunks))
 
-    def _declined(
-        self, allotted: Allotted, why: Reason, chunks: tuple[ChunkReport, ...]
-    ) -> Declined:
+    def _declined(self, allotted: Allotted, told: BlendResult) -> BlendResult:
         """Return the result of a blend that ordinary prefill serves, behind a cached prefix."""
         costs, prefix = self.stack.costs, allotted.prefix
         saved = prefill_cost(costs, prefix) / prefill_cost(costs, len(allotted.tokens))
-        return Declined(why, chunks, prefix_tokens=prefix, compute_share=1 - saved)
+        reason = told.reason or NOT_STORED
+        return replace(told, reason=reason, prefix_tokens=prefix, compute_share=1 - saved)
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
         prints = {
@@ -146,23 +144,11 @@ class JobRunner:
         work = self._pass(allotted, config, source)
         done = yield from work.steps()
         starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
+        told = BlendResult.of(done, starts=starts)
         if not isinstance(done, FusedPrompt):
-            told = self._declined(allotted, done.reason or NOT_STORED, tuple(done.chunks))
-            return replace(told, seconds=done.seconds, starts=starts)
+            return self._declined(allotted, told)
         log_blend(allotted.request_id, done.chunks, done.seconds, done.load_by_tier)
-        return BlendResult(
-            chunks=tuple(done.chunks),
-            selector=done.selector,
-            ratio=done.ratio,
-            compute_share=done.compute_share,
-            seconds=done.seconds,
-            selector_reason=done.selector_reason,
-            ratio_reason=done.ratio_reason,
-            starts=starts,
-            trace=done.trace,
-            prefix_tokens=done.prefix_tokens,
-            load_by_tier=done.load_by_tier,
-        )
+        return replace(told, reason=None)
 
     def _pass(self, allotted: Allotted, config: BlendConfig, source: LayerSource) -> PromptPass:
         checks = plan_schedule(config, self.stack.geometry.layers).checks
@@ -204,7 +190,7 @@ class JobRunner:
         )
         done = yield from compare(self.stack, self.stack.logits, compared, blended)
         if not isinstance(done, Comparison):
-            return Declined(done.reason or NOT_STORED, tuple(done.chunks))
+            return Failed(done.reason or NOT_STORED)
         return CompareResult(done.blend, done.prefill)
 
     def _lack_of_room(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -10,20 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
-from cacheblend_rag.engines.vllm.connector.prefill_timer import Spans
+from cacheblend_rag.engines.vllm.connector.pace import Spans
 from cacheblend_rag.engines.vllm.protocol.job import Compare, Job, Precompute
-from cacheblend_rag.engines.vllm.protocol.result import (
-    Declined,
-    Failed,
-    LookupResult,
-    PrecomputeResult,
-    ReleaseResult,
-    Result,
-)
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, Result, joined
 from cacheblend_rag.settings import BlendConfig
-
-RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"))
 
 
 @dataclass(frozen=True)
@@ -94,35 +84,14 @@ class StepResults(KVConnectorWorkerMetadata):
     results: dict[str, Result]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Keep the first rank's results, unless another rank reports an error.
-
-        Released bytes are summed; those chunks are stored that all ranks have stored.
-        """
+        """Join the results of another rank."""
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
-            mine = self.results.get(request_id, RANK_FAILED)
-            if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
-                self.results[request_id] = replace(mine, released=mine.released + result.released)
-            if isinstance(mine, LookupResult) and isinstance(result, LookupResult):
-                both = tuple(index for index in mine.found if index in set(result.found))
-                self.results[request_id] = replace(mine, found=both)
-                continue
-            if isinstance(mine, PrecomputeResult) and isinstance(result, PrecomputeResult):
-                lost = tuple(sorted({*mine.lost, *result.lost}))
-                fresh = tuple(sorted({*mine.fresh, *result.fresh} - {*lost}))
-                mine, result = (replace(one, fresh=fresh, lost=lost) for one in (mine, result))
-                self.results[request_id] = mine
-            is_elsewhere = isinstance(mine, Failed) and mine.error == RANK_FAILED.error
-            if is_elsewhere or _stored(result) < _stored(mine):
-                self.results[request_id] = result
+            own = self.results.get(request_id)
+            self.results[request_id] = result if own is None else joined(own, result)
         return self
 
 
 def leaves_blocks_empty(result: Result, *, blends: bool) -> bool:
     """Whether a job left its blocks unfilled, so that vLLM must compute them."""
-    return not blends or isinstance(result, Failed | Declined)
-
-
-def _stored(result: Result) -> int:
-    """Return how many chunks a rank has stored; a chunk needs the parts of all ranks."""
-    return result.computed if isinstance(result, PrecomputeResult) else 0
+    return not (blends and isinstance(result, BlendResult) and result.reason is None)

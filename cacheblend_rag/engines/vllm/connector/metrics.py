@@ -15,7 +15,6 @@ from cacheblend_rag.engines.metric_names import COUNTERS, HISTOGRAMS, NATS, Metr
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
-    Declined,
     Failed,
     Result,
 )
@@ -60,7 +59,7 @@ class BlendStats(KVConnectorStats):
             self._count(guard_samples=1, guard_divergence=divergence)
             self._add({"guard_sample_divergence": {UNLABELLED: [divergence]}})
             return
-        chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
+        chunks = result.chunks if isinstance(result, BlendResult) else ()
         hits, misses = count_chunks(chunks)
         reused, recomputed = reused_and_recomputed(chunks)
         self._count(
@@ -130,11 +129,11 @@ class BlendStats(KVConnectorStats):
 
 def _values(result: Result, *, blended: bool) -> dict[str, dict[str, list[float]]]:
     """Return the values of histograms that a result adds."""
-    if not isinstance(result, BlendResult | Declined):
+    if not isinstance(result, BlendResult):
         return {}
-    seconds = result.seconds or {}
+    seconds = result.seconds
     told = {"phase_seconds": {name: [seconds[name]] for name in PREFILL_PHASES if name in seconds}}
-    if isinstance(result, BlendResult) and blended:
+    if blended:
         told["load_seconds"] = {tier: [spent] for tier, spent in result.load_by_tier.items()}
         told["recompute_ratio"] = {UNLABELLED: [result.ratio]}
     return told
@@ -143,7 +142,7 @@ def _values(result: Result, *, blended: bool) -> dict[str, dict[str, list[float]
 def _fallback_code(result: Result) -> ReasonCode:
     """Return the code of why ordinary prefill answered instead of a blend."""
     match result:
-        case Failed(error=why) | Declined(reason=why):
+        case Failed(error=why) | BlendResult(reason=why) if why:
             return why.code
         case _:
             return NOT_STORED.code

@@ -1,4 +1,4 @@
-"""Limits slices of work in time, also on asynchronous devices.
+"""Limits slices of work in time, and measures vLLM's own prefill, also on asynchronous devices.
 
 ``OwnTime`` measures the total time of slices, without other work in between.
 """
@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+
+from cacheblend_rag.blend.cost import LayerCost, prefill_cost
+from cacheblend_rag.prefill.policy import Rates
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -29,19 +36,6 @@ class Slices:
         usual, idle_slices = (0.03, 8) if device.type == "cpu" else (0.005, 4)
         busy = usual if busy is None else busy
         return cls(busy, busy * idle_slices)
-
-
-MOST_STEPS_AHEAD = 16
-"""Steps after which ranks agree again: one may take far longer than those before it."""
-
-
-def steps_ahead(left: float, seconds: float, steps: int) -> int:
-    """Return how many steps fit into the time left, at least one.
-
-    left: seconds. seconds: of the ``steps`` done before.
-    """
-    fit = left * steps / seconds if seconds > 0 else 1.0
-    return max(1, min(MOST_STEPS_AHEAD, int(fit)))
 
 
 class HostEvent:
@@ -113,3 +107,70 @@ class Pace:
             self._before.synchronize()
         self._before = queued
         return time.perf_counter() >= until
+
+
+LEAST_TOKENS = 256
+"""Least tokens of one prompt in a timed step: decoding has another speed."""
+KEPT_STEPS = 8
+"""Most steps whose device times are not known yet; the oldest are forgotten."""
+
+Spans = tuple[tuple[int, int], ...]
+"""Tokens [first, end) of each request."""
+
+
+def computed_spans(step: SchedulerOutput) -> Spans:
+    """Return the tokens that vLLM computes per request in a step; empty if not to be timed."""
+    counts = step.num_scheduled_tokens
+    if max(counts.values(), default=0) < LEAST_TOKENS:
+        return ()
+    cached = step.scheduled_cached_reqs
+    firsts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+    firsts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return tuple((firsts[name], firsts[name] + count) for name, count in counts.items())
+
+
+class PrefillTimer:
+    """Records the rate of vLLM's own prefill, for comparison with blending.
+
+    costs: of each layer. The device is never waited for: a step's time is recorded once it is
+    known.
+    """
+
+    def __init__(
+        self, costs: tuple[LayerCost, ...], rates: Rates, make_event: MakeEvent = HostEvent
+    ) -> None:
+        self._costs, self.rates, self._make_event = costs, rates, make_event
+        self._spans: Spans = ()
+        self._begun: Any = None
+        self._steps: deque[tuple[Spans, Any, Any]] = deque(maxlen=KEPT_STEPS)
+
+    def begin(self, spans: Spans) -> None:
+        """Mark the begin of a step that computes these tokens."""
+        self._settle()
+        self._spans, self._begun = spans, self._mark() if spans else None
+
+    def leave_out(self) -> None:
+        """Do not time this step: it has other work, too."""
+        self._spans = ()
+
+    def end(self) -> None:
+        """Mark the end of the model's run."""
+        if self._spans:
+            self._steps.append((self._spans, self._begun, self._mark()))
+        self._spans = ()
+        self._settle()
+
+    def _mark(self) -> Any:
+        mark = self._make_event()
+        mark.record()
+        return mark
+
+    def _settle(self) -> None:
+        """Record the steps that the device has finished."""
+        while self._steps and self._steps[0][-1].query():
+            spans, begun, ended = self._steps.popleft()
+            work = (
+                prefill_cost(self._costs, end) - prefill_cost(self._costs, first)
+                for first, end in spans
+            )
+            self.rates.record("prefill", sum(work), begun.elapsed_time(ended) / 1000)

@@ -22,7 +22,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.engines.vllm.connector.block_layout import BlockLayout, block_layout
-from cacheblend_rag.engines.vllm.connector.kv_groups import layers_by_spec
+from cacheblend_rag.engines.vllm.connector.compatibility import layers_by_spec
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.memory import lack_of_memory

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.engines.found_chunk import FoundChunk
-from cacheblend_rag.engines.vllm.connector.marks import Stretch
-from cacheblend_rag.engines.vllm.connector.prefix import undo
+from cacheblend_rag.engines.vllm.connector.prefix import Stretch, undo
 from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result
 from cacheblend_rag.reason import Reason, ReasonCode

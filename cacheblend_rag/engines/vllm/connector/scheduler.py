@@ -17,8 +17,8 @@ from vllm.v1.request import RequestStatus
 from cacheblend_rag.engines.vllm.connector.finding import Finding, malformed
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted, StepJobs, leaves_blocks_empty
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
+from cacheblend_rag.engines.vllm.connector.pace import computed_spans
 from cacheblend_rag.engines.vllm.connector.pending import Blend, Pending
-from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.connector.prefix import (
     IsCached,
     held_plainly,
@@ -26,18 +26,17 @@ from cacheblend_rag.engines.vllm.connector.prefix import (
     held_result,
     is_held,
     set_apart,
+    tell_reused,
     undo,
 )
-from cacheblend_rag.engines.vllm.connector.tenants import NO_NAMESPACE
-from cacheblend_rag.engines.vllm.connector.usage import tell_reused
-from cacheblend_rag.engines.vllm.namespaces import job_of
+from cacheblend_rag.engines.vllm.namespaces import NO_NAMESPACE, block_mark, job_of
 from cacheblend_rag.engines.vllm.protocol.job import Ask, Compare, Job, Precompute, read_job
 from cacheblend_rag.engines.vllm.protocol.result import (
     CANCELLED,
     NO_REPORT,
     BlendResult,
     CompareResult,
-    Declined,
+    Failed,
     Late,
     PrecomputeResult,
     Result,
@@ -124,7 +123,8 @@ class ConnectorScheduler:
         """Return the state of a new request, for its own namespace."""
         tenants = self.finding.tenants
         namespace = tenants.namespace_of(request)
-        tenants.set_apart(request, namespace, self._block_size)
+        if tenants.are_told_apart:  # a namespace's requests share blocks with each other only
+            set_apart(request, 0, self._block_size, block_mark(namespace))
         sent = job_of(request)
         if sent is not None:
             pending = read_pending(sent, self._refusal, self._model)
@@ -300,7 +300,10 @@ class ConnectorScheduler:
             self._gone.append(request.request_id)
             self.late[request.request_id] = pending
             return params_of(Late()) if pending.answers else None
-        result = pending.result or (Declined(pending.reason) if pending.reason else None)
+        result = pending.result
+        if result is None and pending.reason is not None:
+            is_job = job_of(request) is not None
+            result = Failed(pending.reason) if is_job else BlendResult(pending.reason)
         if result is None:
             return None
         if isinstance(result, PrecomputeResult):
@@ -317,8 +320,8 @@ class ConnectorScheduler:
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))
-        if pending.cached and isinstance(result, BlendResult | Declined):
-            result = replace(result, chunks=(*pending.cached, *(result.chunks or ())))
+        if pending.cached and isinstance(result, BlendResult):
+            result = replace(result, chunks=(*pending.cached, *result.chunks))
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
             if isinstance(result, BlendResult) and result.trace is not None:

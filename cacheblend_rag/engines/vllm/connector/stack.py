@@ -24,8 +24,9 @@ from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, Geometry, Reduction, replaced
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, check_weights
-from cacheblend_rag.engines.vllm.connector.layer_calls import Arguments, LayerCalls
-from cacheblend_rag.engines.vllm.connector.stand_in import (
+from cacheblend_rag.engines.vllm.connector.layer_calls import (
+    Arguments,
+    LayerCalls,
     StandIns,
     on_first_row,
     softcap_of,

@@ -49,11 +49,6 @@ class Trial:
     window: int
     vocabulary: int
 
-    @property
-    def tokens(self) -> Tensor:
-        """The tokens that the model is run on, (rows,)."""
-        return trial_tokens(self.vocabulary, self.stack.geometry.device)
-
     @torch.inference_mode()
     def run(self) -> list[int]:
         """Test the model, which also runs lazy initialization; returns its ``key_traits``.
@@ -61,7 +56,7 @@ class Trial:
         Call it while no request holds blocks: it writes into some. Raises
         UnsupportedModelError when its layers, run alone, do not match the model.
         """
-        ids = self.tokens
+        ids = trial_tokens(self.vocabulary, self.stack.geometry.device)
         fused = self._made_up(ids)
         reference = self._reference(ids, fused)
         check_embedding(self.stack, reference)

@@ -22,16 +22,15 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.model_files import explained, vllm_generation_values
 from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
+from cacheblend_rag.engines.vllm.connector.compatibility import FAILS_REQUESTS
 from cacheblend_rag.engines.vllm.connector.finding import identity_of
-from cacheblend_rag.engines.vllm.connector.kv_groups import FAILS_REQUESTS
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
     StepResults,
     leaves_blocks_empty,
 )
-from cacheblend_rag.engines.vllm.connector.pace import OwnTime
-from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
+from cacheblend_rag.engines.vllm.connector.pace import OwnTime, PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import warm_up
@@ -83,7 +82,6 @@ class ConnectorWorker:
         self._failed_requests: set[str] = set()
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
-        self._is_reset = False
         generation = vllm_generation_values(vllm_config.model_config)
         self._sampling = ResolvedSampling.of_model(generation)
         warn_of_ignored(generation)
@@ -141,11 +139,11 @@ class ConnectorWorker:
         self._timer.end()
 
     def work(self, step: StepJobs) -> None:
-        """Run jobs; their time does not count as vLLM's own prefill."""
-        self._timer.mark()
+        """Run jobs; a step with any does not count as vLLM's own prefill."""
+        if step.jobs or (self.blender is not None and not self.blender.is_idle):
+            self._timer.leave_out()
         with self._own_time:
             self._work(step)
-        self._timer.mark()
 
     def _work(self, step: StepJobs) -> None:
         """Begin new jobs, and run all for a slice."""
@@ -162,13 +160,10 @@ class ConnectorWorker:
         for request_id in step.gone:
             if self.blender.cancel(request_id):
                 self._finish(request_id, CANCELLED)
-        self._is_reset |= step.reset
-        if step.jobs or (self._is_reset and self.blender.at_work):
-            if self.blender.has_other_weights(surely=self._is_reset):
-                for request_id in [*self.blender.at_work]:
-                    self.blender.cancel(request_id)
-                    self._finish(request_id, WEIGHTS_CHANGED)
-            self._is_reset = False
+        if (step.jobs or step.reset) and self.blender.has_other_weights():
+            for request_id in [*self.blender.at_work]:
+                self.blender.cancel(request_id)
+                self._finish(request_id, WEIGHTS_CHANGED)
         for new in step.jobs:
             self._begin(self.blender, new)
         # Another request may compute the blocks of a prefix that was just found in this very step.

@@ -21,7 +21,6 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     check_body,
     end_at_first_errors,
 )
-from cacheblend_rag.engines.vllm.middleware.hosts import refusal
 from cacheblend_rag.engines.vllm.middleware.keys import (
     DEFAULT_NAMESPACE,
     JOBS,
@@ -31,6 +30,7 @@ from cacheblend_rag.engines.vllm.middleware.keys import (
     Grant,
     ServerKeys,
     lacks_store_key,
+    refusal,
 )
 from cacheblend_rag.engines.vllm.namespaces import carry, current
 from cacheblend_rag.engines.vllm.refused import ApiError
@@ -52,7 +52,7 @@ class AccessMiddleware:
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
     path; if vLLM has no key, none is needed, but only requests to this machine's loopback, to the
     host where vLLM listens and to those in CACHEBLEND_ALLOWED_HOSTS are passed, and only of their
-    own pages (see ``hosts``). If CACHEBLEND_STORE_KEY is set, the paths below STORERS_PATH need
+    own pages (see ``keys``). If CACHEBLEND_STORE_KEY is set, the paths below STORERS_PATH need
     it, and so do the jobs that change the store. The path /health is always open, and so are
     OPTIONS requests, which browsers send first, and those of OPEN_STATE.
 

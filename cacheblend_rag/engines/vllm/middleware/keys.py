@@ -1,4 +1,4 @@
-"""The keys of a server: which namespace a key belongs to, and which paths it reaches.
+"""Who may ask a server: what a key reaches, and which web pages and hosts a server without one.
 
 Beside the server's own keys, tenants have theirs, by a file of their hashes. It is TOML, a table
 for each namespace, with the SHA-256 of the key with which its clients ask and of the one with which
@@ -9,6 +9,10 @@ they store; a list holds several, while keys are replaced::
     store = "9f86d081..."
 
 A hash is of a random key (``new_entry``): nobody can find the key from it.
+
+Any web page that a browser on this machine opens may send requests here, and by DNS rebinding, in
+which the page's own name is pointed to this machine, it may read the answers, too. A key keeps such
+pages out; without one, the names under which the server is addressed do.
 """
 
 from __future__ import annotations
@@ -23,11 +27,17 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from cacheblend_rag.engines.vllm.namespaces import TENANTS_VARIABLE
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 KEY_VARIABLE = "VLLM_API_KEY"
 STORE_KEY_VARIABLE = "CACHEBLEND_STORE_KEY"
@@ -179,3 +189,60 @@ def new_entry(namespace: str) -> tuple[str, str, str]:
     name = json.dumps(namespace, ensure_ascii=False)
     hashes = (hash_of(key.encode()) for key in (ask, store))
     return ask, store, '[{}]\nask = "{}"\nstore = "{}"\n'.format(name, *hashes)
+
+
+HOSTS_VARIABLE = "CACHEBLEND_ALLOWED_HOSTS"
+"""Names of the server beside those of this machine's loopback, separated by commas."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a host, by its name or address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def check_host(host: str) -> str:
+    """Return a host's name or address; raises ConfigError for anything else, such as a URL."""
+    name = f"[{host}]" if host.count(":") > 1 else host
+    if not re.fullmatch(r"[0-9A-Za-z._:-]+", host) or _name_of(f"//{name}") != host.lower():
+        raise ConfigError(
+            f"--allowed-host {host!r:.100} must be a name or an address, such as gpu.example, "
+            "without scheme and port"
+        )
+    return host
+
+
+def refusal(headers: Headers, host: str | None, origins: Iterable[str] = ()) -> str | None:
+    """Return why a request to a server without a key is refused, None if it is answered.
+
+    A request without the headers Host and Origin comes from no browser.
+
+    Args:
+        headers: of the request.
+        host: where the server listens, its own name or address.
+        origins: further pages that may ask, as ``https://gpu.example``.
+    """
+    names = {name.strip().lower() for name in os.environ.get(HOSTS_VARIABLE, "").split(",")}
+    names |= {(host or "").lower()}
+    key = "start the server with a key (VLLM_API_KEY), or with --allowed-host and"
+    for told in headers.getlist("host"):
+        if not _is_known(_name_of(f"//{told}"), names):
+            return f"the host {told!r:.100} is not known here: {key} this name"
+    for told in headers.getlist("origin"):
+        if told not in origins and not _is_known(_name_of(told), names):
+            return f"pages of {told!r:.100} may not ask here: {key} its name"
+    return None
+
+
+def _is_known(name: str, names: Iterable[str]) -> bool:
+    return bool(name) and (is_loopback(name) or name in names)
+
+
+def _name_of(url: str) -> str:
+    """Return the host in a URL, in lower case; "" without one."""
+    try:
+        return (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Self, TypeAlias, get_args
 
 from pydantic import (
@@ -25,15 +25,14 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, problem_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import BlendReport, ChunkReport
-from cacheblend_rag.trace import Trace
+from cacheblend_rag.report import BlendReport, ChunkReport, PrefillReport
 
 MOST_SECONDS = 1e6
 MOST_NAMES = 32
 """Most phases, or tiers, that a result names."""
 LONGEST_NAME = 64
-FOR_SCHEDULER = {"fresh", "lost"}
-"""Fields of results that are for the connector's scheduler side, not for clients."""
+NOT_TOLD = {"fresh", "lost", "was_run"}
+"""Fields of results that are not for clients."""
 
 
 def _printable(name: str) -> str:
@@ -56,7 +55,7 @@ def _counts_schema(_: Any, handler: Any) -> core_schema.CoreSchema:
 Counts = Annotated[Mapping[Reason, int], GetPydanticSchema(_counts_schema)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 Seconds = Annotated[
-    Mapping[Name, Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=MOST_NAMES)
+    dict[Name, Annotated[float, Field(ge=0, le=MOST_SECONDS)]], Field(max_length=MOST_NAMES)
 ]
 """Seconds by phase, or by tier."""
 NO_CONNECTOR = Reason(
@@ -111,27 +110,28 @@ class ConnectorStatus:
 
 
 @dataclass(frozen=True)
-class BlendResult:
-    """The result of a blend; the fields are those of BlendReport and FusedPrompt.
+class BlendResult(PrefillReport):
+    """What the connector did with a prompt.
 
-    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
-    request. load_by_tier: the seconds of ``load``, by the tier that was waited for. trace: of the
-    choices, if the job requests it. work_seconds: spent by the worker on the job.
+    reason: why it began no pass, so that ordinary prefill answers; None if it did. seconds: of the
+    pass, by phase, or of asking the store. starts: in seconds since vLLM received the request.
     prefix_tokens: those before the first chunk that were read from vLLM's prefix cache.
+    work_seconds: spent by the worker on it. The others are as in PrefillReport.
     """
 
-    chunks: tuple[ChunkReport, ...]
-    selector: str = "none"
+    chunks: tuple[ChunkReport, ...] = ()
     ratio: FiniteFloat = 1.0
     compute_share: FiniteFloat = 1.0
     seconds: Seconds = field(default_factory=dict)
-    selector_reason: Reason | None = None
-    work_seconds: FiniteFloat | None = None
-    ratio_reason: Reason | None = None
     starts: Seconds = field(default_factory=dict)
-    trace: Trace | None = None
-    prefix_tokens: int = 0
     load_by_tier: Seconds = field(default_factory=dict)
+    work_seconds: FiniteFloat | None = None
+
+    @classmethod
+    def of(cls, report: PrefillReport, **changes: Any) -> Self:
+        """Return a report's fields as a result, but for some changes."""
+        told = {each.name: getattr(report, each.name) for each in fields(PrefillReport)}
+        return cls(**{**told, "chunks": tuple(report.chunks), **changes})
 
 
 @dataclass(frozen=True)
@@ -212,27 +212,8 @@ class PrefetchResult:
 
 
 @dataclass(frozen=True)
-class Declined:
-    """The job was not begun; ordinary prefill answers.
-
-    reason: why. chunks: the prompt's chunks, all missed, if they were looked up. prefix_tokens:
-    those before the first chunk that vLLM's prefix cache holds. compute_share: work of what
-    follows, as a share of the whole prompt's. seconds, starts: of asking the store, as of
-    BlendResult. All are None if no worker had the job.
-    """
-
-    reason: Reason
-    chunks: tuple[ChunkReport, ...] | None = None
-    work_seconds: FiniteFloat | None = None
-    prefix_tokens: int | None = None
-    compute_share: FiniteFloat | None = None
-    seconds: Seconds | None = None
-    starts: Seconds | None = None
-
-
-@dataclass(frozen=True)
 class Failed:
-    """The job failed; ordinary prefill answers. error: why."""
+    """The job was refused or failed; ordinary prefill answers. error: why."""
 
     error: Reason
     work_seconds: FiniteFloat | None = None
@@ -249,7 +230,6 @@ Result: TypeAlias = (
     Late
     | ConnectorStatus
     | Failed
-    | Declined
     | BlendResult
     | PrecomputeResult
     | CompareResult
@@ -261,18 +241,20 @@ Result: TypeAlias = (
 )
 
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
-NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
+RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"))
+NO_REPORT = Failed(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job with an unknown id."""
 TOLD_BY: Mapping[str, type[Any]] = {
-    fields(kind)[0].name: kind for kind in get_args(Result) if fields(kind)
+    **{fields(kind)[0].name: kind for kind in get_args(Result) if fields(kind)},
+    "chunks": BlendResult,
 }
-"""The field that identifies each kind of result; the first match counts."""
+"""A field that identifies each kind of result; the first match counts."""
 _ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in get_args(Result)}
 
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    plain = _ADAPTERS[type(result)].dump_python(result, mode="json", exclude=FOR_SCHEDULER)
+    plain = _ADAPTERS[type(result)].dump_python(result, mode="json", exclude=NOT_TOLD)
     return {PARAMETER: {name: value for name, value in plain.items() if value is not None}}
 
 
@@ -304,48 +286,59 @@ def _check_load(told: BlendResult) -> None:
         raise ValueError("load_by_tier does not add up to load")
 
 
-def result_of_report(report: BlendReport) -> Result:
+def result_of_report(report: BlendReport) -> BlendResult:
     """Return what an engine did with a prompt, by its report, as a connector tells it."""
     seconds = {
         phase: value
         for phase, value in vars(report.seconds).items()
         if isinstance(value, float) and phase not in {"find", "tokenize", "first_token", "decode"}
     }
-    starts = {
-        phase: value for phase, value in vars(report.starts).items() if value and phase in seconds
-    }
-    if not report.blended:
-        return Declined(
-            report.reason or NO_REFUSAL,
-            report.chunks,
-            prefix_tokens=report.prefix_tokens,
-            compute_share=report.compute_share,
-            seconds=seconds,
-            starts=starts,
-        )
     return BlendResult(
-        report.chunks,
+        reason=None if report.blended else report.reason or NO_REFUSAL,
+        chunks=report.chunks,
         selector=report.selector,
         ratio=report.recompute_ratio,
         compute_share=report.compute_share,
         seconds=seconds,
         selector_reason=report.selector_reason,
         ratio_reason=report.ratio_reason,
-        starts=starts,
+        starts={
+            phase: value
+            for phase, value in vars(report.starts).items()
+            if value and phase in seconds
+        },
         trace=report.trace,
         prefix_tokens=report.prefix_tokens,
-        load_by_tier=report.seconds.load_by_tier,
+        load_by_tier=dict(report.seconds.load_by_tier),
     )
 
 
-def status_of(result: Result | None) -> ConnectorStatus:
-    """Return the status that was asked for; any other answer is the reason for not blending."""
-    match result:
-        case ConnectorStatus() as status:
-            return status
-        case None:
-            return ConnectorStatus(False, NO_CONNECTOR)
-        case Failed(error=why) | Declined(reason=why) if why:
-            return ConnectorStatus(False, why)
+def joined(one: Result, other: Result) -> Result:
+    """Return the result of two workers that did the same job: stored is what both have stored."""
+    match one, other:
+        case Failed(error=why), Failed() if why == RANK_FAILED.error:
+            return other
+        case (Failed(), _) | (_, Failed()):
+            return one if isinstance(one, Failed) else other
+        case LookupResult(), LookupResult():
+            known = [{*each.found, *each.unknown} for each in (one, other)]
+            unknown = {*one.unknown, *other.unknown}
+            there = known[0] & known[1]
+            return LookupResult(
+                tuple(sorted(there - unknown)), unknown=tuple(sorted(there & unknown))
+            )
+        case VerifyResult(), VerifyResult():
+            return replace(one, unreadable={**one.unreadable, **other.unreadable})
+        case EvictResult(), EvictResult():
+            pending = tuple(dict.fromkeys((*one.pending, *other.pending)))
+            most = max(one.evicted, other.evicted)
+            return EvictResult(most, pending=pending, noted=one.noted and other.noted)
+        case ReleaseResult(), ReleaseResult():
+            return ReleaseResult(one.released + other.released)
+        case PrecomputeResult(), PrecomputeResult():
+            lost = {*one.lost, *other.lost}
+            fresh = {*one.fresh, *other.fresh} - lost
+            told = min(one, other, key=lambda each: (each.computed + each.skipped, -each.computed))
+            return replace(told, fresh=tuple(sorted(fresh)), lost=tuple(sorted(lost)))
         case _:
-            return ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
+            return one

@@ -58,10 +58,8 @@ def hits(engine: InProcessEngine, opening: int) -> set[bool]:
 def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    folder, other, partly = model_folder("llama"), tmp_path / "other", tmp_path / "partly"
+    folder, other = model_folder("llama"), tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5)  # which a CPU's kernels hide
-    model.save_pretrained(partly)
     for weight in model.parameters():
         weight.data.mul_(1.5)
     model.save_pretrained(other)
@@ -81,9 +79,3 @@ def test_chunks_of_other_weights_are_not_found_and_those_of_the_same_are(
         assert (stored(), hits(engine, 53)) == (4, {True})
         load(folder)
         assert hits(engine, 54) == {True}
-        load(partly)
-        assert engine.core.reset_prefix_cache(reset_connector=True)
-        assert hits(engine, 55) == {False}
-
-
-# Reports and counts

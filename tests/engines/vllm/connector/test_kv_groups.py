@@ -25,8 +25,8 @@ from vllm.v1.kv_cache_interface import (
 from cacheblend_rag import BlendConfig, BlendPrompt, Document
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.vllm.connector.compatibility import kept_tokens, obstacle
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
-from cacheblend_rag.engines.vllm.connector.kv_groups import kept_tokens, obstacle
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER

@@ -9,8 +9,8 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.catalog import Name
 from cacheblend_rag.engines.found_chunk import FoundChunk
-from cacheblend_rag.engines.vllm.connector import marks as marks_module
-from cacheblend_rag.engines.vllm.connector.marks import Marks, Stretch
+from cacheblend_rag.engines.vllm.connector import prefix
+from cacheblend_rag.engines.vllm.connector.prefix import Marks, Stretch
 from cacheblend_rag.prefill.lead_in import LeadInId
 
 BARE = LeadInId("none", "", 0)
@@ -104,7 +104,7 @@ def test_who_lacks_the_earlier_blocks_begins_anew() -> None:
 
 
 def test_what_is_forgotten_is_blended_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marks_module, "KEPT", 2)
+    monkeypatch.setattr(prefix, "KEPT", 2)
     marks = Marks()
     of(marks, FIRST, A, B)
     for letter in "def":

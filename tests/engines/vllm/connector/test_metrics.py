@@ -9,15 +9,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.config import VllmConfig
 
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
-from cacheblend_rag.engines.vllm.protocol.result import BlendResult, CompareResult, Declined, Failed
+from cacheblend_rag.engines.vllm.protocol.result import BlendResult, CompareResult, Failed
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10)
 MISS = ChunkReport("1" * 32, 43, 7, False, Miss.NOT_STORED)
 DAMAGED = ChunkReport("2" * 32, 50, 7, False, Miss.DAMAGED)
-TOO_FEW = Declined(
-    Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), work_seconds=0.5, seconds={"look_up": 0.25}
+TOO_FEW = BlendResult(
+    Reason(ReasonCode.TOO_SHORT, "too few"),
+    chunks=(MISS,),
+    work_seconds=0.5,
+    seconds={"look_up": 0.25},
 )
 FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed: KeyError"))
 
@@ -26,7 +29,7 @@ def counted() -> BlendStats:
     stats = BlendStats()
     stats.record(
         BlendResult(
-            (HIT, MISS),
+            chunks=(HIT, MISS),
             ratio=0.25,
             work_seconds=0.25,
             seconds={"look_up": 0.5, "load": 2.0, "load_hidden": 9.0},
@@ -35,7 +38,7 @@ def counted() -> BlendStats:
     )
     stats.record(TOO_FEW)
     stats.record(FAILED)
-    stats.record(BlendResult((DAMAGED,)))
+    stats.record(BlendResult(chunks=(DAMAGED,)))
     stats.record(CompareResult(0.5))
     stats.record(CompareResult(0.25, 0.1))
     stats.record_found(40, 0.25)

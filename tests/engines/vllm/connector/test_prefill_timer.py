@@ -1,4 +1,4 @@
-"""vLLM's own prefill is timed, without the connector's work, and turned to where it is faster."""
+"""vLLM's own prefill is timed, and turned to where it is faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
+from cacheblend_rag.engines.vllm.connector.pace import PrefillTimer
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.timings import LEAST
 from cacheblend_rag.prefill import policy
@@ -59,24 +59,21 @@ class Device:
         return OneMark()
 
 
-@pytest.mark.parametrize("model_runs", ["before the jobs", "after the jobs"])
-def test_what_jobs_take_is_not_prefill(model_runs: str) -> None:
+def test_a_step_with_jobs_is_not_timed_and_no_device_is_waited_for() -> None:
     device, rates = Device(), Recorded()
     timer = PrefillTimer(COSTS, rates, device.mark)
-    timer.begin(((100, 400), (50, 51)))
-    device.seconds += 2.0 * (model_runs == "before the jobs")
-    timer.mark()
-    device.seconds += 70.0
-    timer.mark()
-    device.seconds += 2.0 * (model_runs == "after the jobs")
-    timer.end()
+    for has_jobs in (True, False):
+        timer.begin(((100, 400), (50, 51)))
+        device.seconds += 2.0
+        if has_jobs:
+            timer.leave_out()
+        timer.end()
     assert rates.told == []
     device.is_done = True
     timer.begin(())
     work = prefill_cost(COSTS, 400) - prefill_cost(COSTS, 100)
     work += prefill_cost(COSTS, 51) - prefill_cost(COSTS, 50)
     assert rates.told == [("prefill", pytest.approx(work), pytest.approx(2.0))]
-    timer.mark()
     timer.end()
     assert len(rates.told) == 1, "a step without a prompt tells nothing"
 

@@ -12,11 +12,10 @@ import pytest
 from cacheblend_rag import BlendConfig, Document, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import namespaces
+from cacheblend_rag.engines.vllm.connector.finding import Tenants
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.tenants import Tenants
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.jobs import carry_out
+from cacheblend_rag.engines.vllm.in_process import carry_out, vllm_sampling
 from cacheblend_rag.engines.vllm.namespaces import FIELD
 from cacheblend_rag.engines.vllm.protocol.job import Ask, Job
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT, BlendResult, Result

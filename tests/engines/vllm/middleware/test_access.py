@@ -25,8 +25,11 @@ from cacheblend_rag.engines.vllm.middleware.bodies import (
     MOST_VALUES,
     check_json,
 )
-from cacheblend_rag.engines.vllm.middleware.hosts import HOSTS_VARIABLE
-from cacheblend_rag.engines.vllm.middleware.keys import KEY_VARIABLE, STORE_KEY_VARIABLE
+from cacheblend_rag.engines.vllm.middleware.keys import (
+    HOSTS_VARIABLE,
+    KEY_VARIABLE,
+    STORE_KEY_VARIABLE,
+)
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.errors import ConfigError
 from tests.contracts.security import FOREIGN, HOSTS
