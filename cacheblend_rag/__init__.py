@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
     from cacheblend_rag.observe.doctor import Diagnosis, diagnose
-    from cacheblend_rag.observe.explanation import Explanation
+    from cacheblend_rag.observe.explain import Explanation
     from cacheblend_rag.observe.metrics import EngineMetrics
     from cacheblend_rag.observe.rules import Finding, SettingChange
     from cacheblend_rag.observe.tracing import trace_requests
@@ -102,7 +102,7 @@ _PLACES = {
     "engines.structured": "StructuredOutputs",
     "engines.tool_use": "read_arguments read_tool_choice",
     "engines.transformers": "TransformersEngine",
-    "observe.explanation": "Explanation",
+    "observe.explain": "Explanation",
     "folders": "write_private",
     "kv": "ChunkKV KVKey TieredKVStore",
     "models": "public_name",

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
-
-from pydantic import AfterValidator
+from typing import Any, ClassVar
 
 from cacheblend_rag.engines.identity import Label, labels_in
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id
+from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.kv.mac import mac_of
 from cacheblend_rag.kv.tiers.disk import INDEX
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.models import public_name
-from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.settings import LeadInConfig, StoreConfig
 from cacheblend_rag.settings.base import Seconds, Settings
@@ -36,28 +33,14 @@ ChunkNames = frozenset[tuple[str, str]]
 """Chunk and context ids: the parts of keys that are equal for all models and shards."""
 
 
-def _key(text: str) -> str:
-    try:
-        return str(KVKey.parse(text))
-    except ValueError:
-        raise ValueError("must be a key of chunk KV, as `store ls` prints them") from None
-
-
-def _fingerprint(text: str) -> str:
-    try:
-        return KVKey(chunk_id([]), text).fingerprint
-    except ValueError:
-        raise ValueError("must be a fingerprint, as `store stats` prints them") from None
-
-
 class Choice(Settings):
     """The chunks that match every given condition; without conditions all chunks."""
 
     _noun: ClassVar[str] = "condition"
 
-    key: Annotated[str, AfterValidator(_key)] | None = None
+    key: str | None = None
     """Only the chunk with this key."""
-    fingerprint: Annotated[str, AfterValidator(_fingerprint)] | None = None
+    fingerprint: str | None = None
     """Only chunks with this fingerprint: of one model and its settings."""
     namespace: str | None = None
     """Only chunks of this namespace."""
@@ -189,7 +172,6 @@ class OpenStore:
             "tiers": self.store.stats(),
             "fingerprints": counts,
             "models": {name: label.model for name, label in labels.items()},
-            "of": kinds_of(counts, labels),
         }
 
     def by_use(self, choice: Choice, *, spare: bool = False) -> list[tuple[KVKey, Entry]]:
@@ -230,26 +212,6 @@ class OpenStore:
             raise StoreError(
                 f"no pins are kept in {', '.join(without)}: only a folder (disk) keeps pins"
             )
-
-
-def kinds_of(fingerprints: Collection[str], labels: Mapping[str, Label]) -> dict[str, str]:
-    """Return what fingerprints are of, as far as it can be told: a model's chunks, or turns.
-
-    Conversations' turns are told by the fingerprint of their chunks; prefix blocks, and chunks that
-    vLLM has stored, are left out.
-
-    Args:
-        fingerprints: of stored KV.
-        labels: the models that are recorded.
-    """
-    named = {one: label.model for one, label in labels.items()}
-    of_turns = {turn_fingerprint(one): one for one in {*fingerprints, *named}}
-    turns = {
-        turn: f"turns, {named[chunks]}" if chunks in named else "turns"
-        for turn, chunks in of_turns.items()
-        if turn in fingerprints
-    }
-    return {**named, **turns}
 
 
 def check_is_store(path: Path) -> Path:

@@ -14,8 +14,7 @@ from cacheblend_rag.api.chat import ChatRequest
 from cacheblend_rag.api.errors import OneLineRoute, bad_field
 from cacheblend_rag.api.serving import Serving
 from cacheblend_rag.engines.vllm.refused import ApiError
-from cacheblend_rag.observe.explain import token_texts
-from cacheblend_rag.observe.explanation import Explanation
+from cacheblend_rag.observe.explain import Explanation, token_texts
 from cacheblend_rag.report import BlendReport
 
 compare_router = APIRouter(route_class=OneLineRoute)

@@ -27,16 +27,6 @@ def explain_command(
     prompt: Annotated[
         Path | None, typer.Option("--prompt", metavar="FILE", help="A file that holds a prompt.")
     ] = None,
-    passage: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="With --prompt: a text file that is a known chunk."),
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="Also measure full prefill: its time, and how far the blend is."
-        ),
-    ] = False,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write one page that needs no script and no network."),
@@ -44,7 +34,7 @@ def explain_command(
     settings: SetOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Explain which chunks were reused and why, which tokens were recomputed, and what it cost.
+    """Explain which chunks were reused and why, which tokens were recomputed, and the time it took.
 
     The prompt is answered once with a trace. With --prompt, --set kv_path=FOLDER names the store of
     chunk KV and the registry of known chunks; model and instruction are those of the application.
@@ -58,12 +48,12 @@ def explain_command(
         opened = (
             opened_question(folder, question or "", given, progress)
             if prompt is None
-            else opened_prompt(prompt, given, progress, passage or ())
+            else opened_prompt(prompt, given, progress)
         )
         with opened as asked:
             from cacheblend_rag.observe.explain import explain_prompt
 
-            found = explain_prompt(asked.engine, asked.prompt, compare=compare)
+            found = explain_prompt(asked.engine, asked.prompt)
     if html is not None:
         _write_page(found, html)
     if as_json:
@@ -89,13 +79,6 @@ def print_explained(found: Explained) -> None:
     spent = ", ".join(f"{name} {output.duration(one)}" for name, one in phases if one > 0)
     lines = [told.summary, f"time to the first token: {spent}"]
     lines += (f"note: {note}" for note in told.notes)
-    if (cost := found.cost) is not None:
-        blend, full = (output.duration(one) for one in (cost.blend_seconds, cost.full_seconds))
-        kl = "not known" if cost.divergence is None else f"{cost.divergence:.4f} nats per token"
-        lines += (
-            f"full prefill: first token after {full}, blend without a trace {blend}, "
-            f"{cost.speedup:.1f}x sooner; KL divergence {kl}",
-        )
     for line in lines:
         typer.echo(output.printable(line))
     if told.chunks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +34,17 @@ class Opened:
 
 @contextmanager
 def opened_prompt(
-    file: Path, given: Mapping[str, Any], progress: ProgressCallbacks, passages: Sequence[Path] = ()
+    file: Path, given: Mapping[str, Any], progress: ProgressCallbacks
 ) -> Iterator[Opened]:
     """Open an engine with the ``given`` settings for the prompt in a file.
 
-    passages: text files that are known chunks. What can be checked is checked before anything is
-    loaded. The store of a folder is only read.
+    What can be checked is checked before anything is loaded. The store of a folder is only read.
     """
     from cacheblend_rag.settings import EngineConfig
 
     text = options.read_text(file, "--prompt")
     if not text.strip():
         raise PromptError(f"--prompt {file} is empty: give the whole prompt")
-    known = [options.read_text(one, "--passage") for one in passages]
     settings = {"engine": EMBEDDED, **given}
     if "://" not in settings["engine"]:
         settings.setdefault("model", DEFAULT_MODEL)
@@ -59,7 +57,6 @@ def opened_prompt(
     if "check_layers" in given.get("blend", {}) and config.engine == EMBEDDED:
         checks.check_check_layers(config.blend, config.model)
     with closing(asking.load_engine(config, progress)) as engine:
-        engine.register(known)
         yield Opened(engine, text, config.model)
 
 

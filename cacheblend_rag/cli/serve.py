@@ -51,6 +51,7 @@ KINDS = (AUTO, VLLM, EMBEDDED)
 MODULES = ("fastapi", "uvicorn")
 OWN = {"engine", "model", "kv_path", "guard", "find", "tenants"}
 """Settings that options of this command give."""
+OF_RETRIEVAL = {"top_k", "order", "cite"}
 OF_COLLECTIONS = {"device", "profile", "order"}
 """Settings beside the store's that a collection leaves open."""
 
@@ -62,8 +63,12 @@ class ServerSettings(Settings):
 
     max_body_mib: Positive = MAX_BODY_MIB
     """Longest body of a request, in MiB."""
+    top_k: Positive = asking.TOP_K
+    """Passages of a collection to retrieve."""
     order: Annotated[PassageOrder, Field(strict=False)] = PassageOrder.SCORE
-    """Order of a collection's passages in a prompt."""
+    """Their order in a prompt."""
+    cite: bool = False
+    """Whether answers from a collection end with their sources."""
 
 
 def _print_new_keys(namespace: str | None) -> None:
@@ -137,12 +142,6 @@ def serve_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Answer from a collection made by `index`."),
     ] = None,
-    top_k: Annotated[
-        int, typer.Option(min=1, help="Passages to retrieve for --collection.")
-    ] = asking.TOP_K,
-    cite: Annotated[
-        bool, typer.Option("--cite", help="End its answers with their sources.")
-    ] = False,
     settings: SetOption = None,
 ) -> None:
     """Start an OpenAI-compatible server that blends: vLLM's, or one over the embedded engine.
@@ -165,19 +164,17 @@ def serve_command(
             collection,
             address,
             {**found, "fill_on_miss": True} | ({} if engine == AUTO else {"engine": engine}),
+            own,
             guard=guard,
-            top_k=top_k,
-            order=own.order,
-            cites=cite,
         )
         return
+    for name in own.given().keys() & OF_RETRIEVAL:
+        raise ConfigError(f"--set {name} is of a collection's passages: give --collection, too")
     model = model or DEFAULT_MODEL
     if model.startswith("-"):
         raise ConfigError(
             f"{model!r} comes before the model: give `serve MODEL` first, then options"
         )
-    if cite:
-        raise ConfigError("--cite names the sources of a collection: give --collection too")
     if tenants is not None:
         serve_vllm.check_tenants(tenants, found.get("namespace"), context.args)
     found |= {} if guard is None else {"guard": guard}
@@ -293,11 +290,9 @@ def _serve_collection(
     folder: Path,
     address: Address,
     given: Mapping[str, Any],
+    own: ServerSettings,
     *,
     guard: float | None,
-    top_k: int,
-    order: PassageOrder,
-    cites: bool,
 ) -> None:
     """Serve a collection: chats are answered from its passages; given: as for Asker."""
     _check(address.host)
@@ -311,7 +306,7 @@ def _serve_collection(
         from cacheblend_rag.settings import GuardConfig
 
         asker.engine.guard = None if guard is None else GuardConfig.of(guard)
-        retriever = Retriever(asker, top_k, order, cites)
+        retriever = Retriever(asker, own.top_k, own.order, own.cite)
         name = name_of(folder)
         made = create_app(asker.engine, name=name, retriever=retriever, documents=False)
         _run(address, name, made)

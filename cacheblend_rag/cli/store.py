@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from cacheblend_rag.cli.named_settings import named
 from cacheblend_rag.cli.options import KV_PATH_VARIABLE, JsonOption
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.progress import Task
+from cacheblend_rag.progress import ProgressCallbacks
 from cacheblend_rag.rag import DEFAULT_FOLDER, FILE_NAME, KV_NAME
 from cacheblend_rag.report import Evicted
 
@@ -52,12 +53,12 @@ def stats(places: StoreArgument = None, as_json: JsonOption = False) -> None:
     with _opened(places, read_only=True) as found:
         held = found.count()
     rows = [
-        (name, held["of"].get(name, ""), of["entries"], of["bytes"])
+        (name, held["models"].get(name, ""), of["entries"], of["bytes"])
         for name, of in sorted(held["fingerprints"].items())
     ]
     rows.append(("all", "", held["entries"], held["bytes"]))
     rows += [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held["tiers"].items()]
-    _show(held, as_json, ("fingerprint", "of", "entries", "bytes"), rows)
+    _show(held, as_json, ("fingerprint", "model", "entries", "bytes"), rows)
     if held["quarantined"] and not as_json:
         typer.echo(f"{held['quarantined']} in quarantine/")
 
@@ -68,15 +69,14 @@ def list_chunks(
 ) -> None:
     """List stored KV that matches every condition, least recently used first.
 
-    "of" names the model of chunks, or says that a conversation's turns hold it; it is empty for
-    prefixes, and for chunks that vLLM has stored.
+    The model is that of chunks; of prefixes and turns, and of what vLLM stored, it is not known.
     """
     with _opened(places, read_only=True) as found:
-        held, kinds = found.by_use(_choice(only)), found.count()["of"]
+        held, models = found.by_use(_choice(only)), found.count()["models"]
     chunks = [
         {
             "key": str(key),
-            "of": kinds.get(key.fingerprint),
+            "model": models.get(key.fingerprint),
             "bytes": entry.nbytes,
             "written_at": entry.written_at,
             "used_at": entry.used_at,
@@ -84,10 +84,10 @@ def list_chunks(
         for key, entry in held
     ]
     rows = [
-        (one["key"], one["of"] or "", one["bytes"], *(_time(of.written_at), _time(of.used_at)))
+        (one["key"], one["model"] or "", one["bytes"], *(_time(of.written_at), _time(of.used_at)))
         for one, (_, of) in zip(chunks, held, strict=True)
     ]
-    columns = ("key", "of", "bytes", "written", "used")
+    columns = ("key", "model", "bytes", "written", "used")
     _show({"path": found.place, "chunks": chunks}, as_json, columns, rows)
 
 
@@ -98,8 +98,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Read and check every chunk; exits 1 when one is damaged."""
-    with _opened(places) as opened, _progress("verify", shown=not as_json) as progress:
-        report = opened.store.verify(repair=repair, progress=progress)
+    with _opened(places) as opened, progress_bar() as bar:
+        report = opened.store.verify(repair=repair, progress=_progress(bar, "verify"))
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
         "path": opened.place,
@@ -173,7 +173,8 @@ def copy(
     """Copy chunks between tiers, the most recently used first; exits 1 when one failed."""
     from cacheblend_rag.admin import inspect
 
-    with _progress("copy", shown=not as_json) as progress:
+    with progress_bar() as bar:
+        progress = _progress(bar, "copy")
         done = inspect.copy(_place(source), _place(target), _choice(only), progress)
     _show(done, as_json, tuple(done), [tuple(done.values())])
     if done["failed"]:
@@ -201,20 +202,10 @@ def _opened(places: Sequence[str] | None, *, read_only: bool = False) -> Iterato
         yield found
 
 
-@contextmanager
-def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    if not shown:
-        yield lambda done, total: None
-        return
-    with progress_bar() as bar:
-        tasks: list[Task] = []
-
-        def advance(done: int, total: int) -> None:
-            if not tasks:
-                tasks.append(bar.begin(name, total))
-            tasks[0].advance()
-
-        yield advance
+def _progress(bar: ProgressCallbacks, name: str) -> Callable[[int, int], None]:
+    """Return what shows the steps of a task, which begins with the first."""
+    begin = cache(lambda total: bar.begin(name, total))
+    return lambda done, total: begin(total).advance()
 
 
 def _show(

@@ -1,46 +1,233 @@
-"""Answers a prompt with a trace, and explains on one page how it was served."""
+"""Explains how a prompt was served: the fate of each chunk and token, and a page that draws it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import numpy as np
 
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.observe.explanation import ExplainedChunk, ExplainedToken, Explanation
 from cacheblend_rag.printable import printable
-from cacheblend_rag.report import PREFILL_PHASES, BlendReport
+from cacheblend_rag.report import PREFILL_PHASES, BlendReport, ChunkReport
+from cacheblend_rag.trace import Trace, TracedTokens
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.prepare import PreparedPrompt
-    from cacheblend_rag.settings import BlendConfig
 
+BINS = 24
+ROUNDING = 1e-9
+"""Deviations below this share of the largest are rounding: the tokens did not change."""
 ANSWER_TOKENS = 16
 STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100)
 """Round numbers between two ticks of the histogram's vertical axis."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a blend cost and saved, against full prefill of the same prompt.
+class ExplainedToken:
+    """A token of a chunk that was recomputed, or that might not be.
 
-    blend_seconds, full_seconds: times to first token, of requests without a trace. divergence: of
-    the blend's predictions from full prefill's, along full prefill's answer, in nats per token;
-    None if it could not be measured.
+    Args:
+        position: in the prompt.
+        fate: ``recomputed`` (chosen by its score), ``all`` (everything was recomputed) or
+            ``protected`` (it keeps what its own document told it).
+        score: the selector's; None if it was not scored.
+        rank: by score among all tokens that could be chosen, from 1; None without a score.
+        deviation: squared difference of its fresh value from the cached one, in the first layer
+            where that is recorded; None if it is in none.
     """
 
-    blend_seconds: float
-    full_seconds: float
-    divergence: float | None
+    position: int
+    fate: Literal["recomputed", "all", "protected"]
+    score: float | None = None
+    rank: int | None = None
+    deviation: float | None = None
 
-    @property
-    def speedup(self) -> float:
-        """How many times sooner the blend's first token came."""
-        return self.full_seconds / self.blend_seconds if self.blend_seconds > 0 else 0.0
+
+@dataclass(frozen=True)
+class ExplainedChunk(ChunkReport):
+    """A chunk's report, and the fate of its tokens.
+
+    Args:
+        why: a sentence.
+        marked: its tokens that were recomputed or protected, rising; empty without a trace.
+    """
+
+    why: str = ""
+    marked: tuple[ExplainedToken, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many tokens have a deviation from ``low`` to ``high``.
+
+    recomputed: of those that were recomputed in later layers, too. others: of those that were not.
+    """
+
+    low: float
+    high: float
+    recomputed: int
+    others: int
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often deviations of values lie between two edges, on a logarithmic scale.
+
+    Args:
+        layer: where they were measured.
+        bins: rising.
+        zeros: tokens that did not change but for rounding.
+    """
+
+    layer: int
+    bins: tuple[Bin, ...]
+    zeros: int = 0
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self | None:
+        """Return the deviations of all candidates at the first check, or of recomputed tokens."""
+        last = trace.selections[-1:]
+        kept = {at for one in last for at, on in zip(one.positions, one.chosen, strict=True) if on}
+        for choice in trace.selections:
+            if choice.layer is not None and any(choice.value_deviations):
+                return cls._binned(choice.layer, choice, kept)
+        one = trace.tokens
+        if one is None or one.layer is None or not any(one.value_deviations):
+            return None
+        return cls._binned(one.layer, one, set(one.positions))
+
+    @classmethod
+    def _binned(cls, layer: int, tokens: TracedTokens, kept: set[int]) -> Self:
+        deviations = np.asarray(tokens.value_deviations)
+        is_changed = deviations > deviations.max() * ROUNDING
+        is_kept = np.array([at in kept for at in tokens.positions])
+        changed = np.log10(deviations[is_changed])
+        low, high = changed.min(), changed.max()
+        edges = low + ((high - low) / BINS or 0.1) * np.arange(BINS + 1)
+        edges[-1] = max(edges[-1], high)  # which rounding may have put below
+        counts = (np.histogram(changed[of[is_changed]], edges)[0] for of in (is_kept, ~is_kept))
+        powers = (10 ** np.minimum(edges, 308.0)).tolist()
+        columns = (powers[:-1], powers[1:], *(one.tolist() for one in counts))
+        bins = tuple(Bin(*row) for row in zip(*columns, strict=True))
+        return cls(layer, bins, int((~is_changed).sum()))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a report says, in sentences and numbers that can be drawn.
+
+    Args:
+        summary: what was reused, what it cost, what it saved, in one or two sentences.
+        chunks: one for each chunk of the report.
+        histogram: of deviations at the check layer, or the first layer whose values depend on
+            other tokens; None without a trace of them.
+        notes: what was done differently than asked or is missing, and why.
+    """
+
+    summary: str
+    chunks: tuple[ExplainedChunk, ...]
+    histogram: Histogram | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: BlendReport) -> Self:
+        """Return the explanation of a request by its report.
+
+        A report with a trace (``BlendConfig(trace=True)``) tells which tokens were recomputed.
+        """
+        trace = report.trace or Trace()
+        marked = _marked(report, trace)
+        chunks = []
+        for chunk in report.chunks:
+            here = range(chunk.start, chunk.start + chunk.tokens) if chunk.hit else range(0)
+            own = tuple(marked[at] for at in here if at in marked)
+            why = _why(chunk, report, own)
+            chunks.append(ExplainedChunk(**vars(chunk), why=why, marked=own))
+        return cls(_summary(report), tuple(chunks), Histogram.of(trace), tuple(_notes(report)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; each chunk with the code of its reason."""
+        plain = asdict(self)
+        for told, chunk in zip(plain["chunks"], self.chunks, strict=True):
+            told["reason_code"] = chunk.reason_code
+        return plain
+
+
+def _summary(report: BlendReport) -> str:
+    tokens, first = f"{report.prompt_tokens:,} tokens", report.seconds.time_to_first_token
+    if not report.blended:
+        why = f": {report.reason}" if report.reason else ""
+        return f"Ordinary prefill computed {tokens}{why}. First token after {first:.3f} s."
+    return (
+        f"Of {tokens}, {report.reused_tokens:,} were reused as stored, "
+        f"{report.recomputed_tokens:,} recomputed ({report.selector}, ratio "
+        f"{report.recompute_ratio:g}) and {report.computed_tokens:,} computed: "
+        f"{100 * report.compute_share:.1f} % of full prefill's work. "
+        f"First token after {first:.3f} s."
+    )
+
+
+def _notes(report: BlendReport) -> Iterator[str]:
+    yield from map(str, filter(None, (report.selector_reason, report.ratio_reason)))
+    if not report.blended:
+        return
+    if report.trace is None:
+        yield "the report holds no trace: ask with BlendConfig(trace=True)"
+    elif report.trace.truncated:
+        yield "the trace is cut: it holds the tokens with the highest scores only"
+    elif not report.trace.selections and report.recomputed_tokens:
+        yield "every token was recomputed, so none was chosen by a score"
+
+
+def _why(chunk: ChunkReport, report: BlendReport, own: Sequence[ExplainedToken]) -> str:
+    edges = f"{_counted(chunk.edge_tokens)} at its edges joined with the text beside it, computed"
+    told = chunk.altered or (edges if chunk.edge_tokens else "")
+    edge = told and f"; {told}"
+    if not chunk.hit:
+        where = f" ({chunk.tier})" if chunk.tier else ""
+        return f"computed: {chunk.reason or 'no reason given'}{where}{edge}"
+    recomputed = _counted(chunk.recomputed) if chunk.recomputed else "nothing"
+    parts = [f"reused from {chunk.tier or 'memory'}", f"{recomputed} recomputed"]
+    ranks = [token.rank for token in own if token.rank is not None and token.fate == "recomputed"]
+    if ranks:
+        parts[1] += f" by {report.selector}, ranks {min(ranks):,} to {max(ranks):,}"
+    protected = sum(token.fate == "protected" for token in own)
+    if protected:
+        parts.append(f"{_counted(protected)} protected, since fresh KV would forget its document")
+    return ", ".join(parts) + edge
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens:,} token" + ("" if tokens == 1 else "s")
+
+
+def _marked(report: BlendReport, trace: Trace) -> Mapping[int, ExplainedToken]:
+    """Return the recomputed and the protected tokens of reused chunks, by position."""
+    found = {at: ExplainedToken(at, "protected") for at in trace.protected}
+    deviations: dict[int, float] = {}
+    for one in (trace.tokens, *reversed(trace.selections)):  # of the first choice that has them
+        if one is not None and one.value_deviations:
+            deviations |= zip(one.positions, one.value_deviations, strict=True)
+    if trace.selections:
+        last = trace.selections[-1]
+        scored = zip(last.scores, last.positions, strict=True)
+        order = sorted(scored, key=lambda pair: (-pair[0], pair[1]))
+        ranks = {position: rank for rank, (_, position) in enumerate(order, start=1)}
+        for at, score, is_chosen in zip(last.positions, last.scores, last.chosen, strict=True):
+            if is_chosen:
+                found[at] = ExplainedToken(at, "recomputed", score, ranks[at], deviations.get(at))
+    elif report.recomputed_tokens:
+        whole = (one for one in report.chunks if one.hit and one.recomputed == one.tokens)
+        for chunk in whole:
+            for at in range(chunk.start, chunk.start + chunk.tokens):
+                found[at] = ExplainedToken(at, "all", deviation=deviations.get(at))
+    return found
 
 
 @dataclass(frozen=True)
@@ -48,14 +235,12 @@ class Explained:
     """A served prompt, explained.
 
     report: of the request. tokens: the text of each token of the prompt, in order; empty if it is
-    not known. answer: the text that was generated. cost: the comparison with full prefill, if it
-    was asked for.
+    not known. answer: the text that was generated.
     """
 
     report: BlendReport
     tokens: tuple[str, ...] = ()
     answer: str = ""
-    cost: Cost | None = None
 
     @property
     def explanation(self) -> Explanation:
@@ -69,36 +254,15 @@ class Explained:
             "explanation": self.explanation.to_dict(),
             "tokens": list(self.tokens),
             "answer": self.answer,
-            "cost": None if self.cost is None else asdict(self.cost),
         }
 
 
-def explain_prompt(
-    engine: Engine, prompt: Any, *, config: BlendConfig | None = None, compare: bool = False
-) -> Explained:
-    """Answer a prompt with a trace, and return what explains it.
-
-    compare: whether it is answered by full prefill, too. The traced request comes first, so that it
-    finds the store as it is; it is not the one that is timed. Raises what ``Engine.generate`` does.
-    """
-    config, prepared = config or engine.config, engine.prepare(prompt)
+def explain_prompt(engine: Engine, prompt: Any) -> Explained:
+    """Answer a prompt with a trace, and return what explains it; raises what generate does."""
+    prepared, config = engine.prepare(prompt), engine.config.with_changes(trace=True)
     greedy = SamplingParams.greedy(max_tokens=ANSWER_TOKENS)
-    answer = engine.generate(prepared, greedy, config=config.with_changes(trace=True))
-    cost = _cost(engine, prepared, config) if compare else None
-    return Explained(answer.report, token_texts(engine.tokenizer, prepared), answer.text, cost)
-
-
-def _cost(engine: Engine, prompt: PreparedPrompt, config: BlendConfig) -> Cost:
-    from cacheblend_rag.quality.measure import FULL, Prompt, Rule, measure
-
-    # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
-    rules = [FULL, Rule("blend", config.with_changes(reuse_prefix=False))]
-    ((full, blend),) = (
-        found.values() for found in measure(engine, [Prompt(prompt, name="")], rules)
-    )
-    compared = None if blend.record.not_blended else blend.record.fidelity
-    divergence = None if compared is None else compared.kl
-    return Cost(blend.record.ttft_seconds, full.record.ttft_seconds, divergence)
+    answer = engine.generate(prepared, greedy, config=config)
+    return Explained(answer.report, token_texts(engine.tokenizer, prepared), answer.text)
 
 
 def token_texts(tokenizer: Any, prompt: PreparedPrompt) -> tuple[str, ...]:
@@ -126,8 +290,7 @@ def _cut(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """A phase before the first token; left, width: in percent of the time to it."""
 
     phase: str
@@ -152,8 +315,7 @@ def waterfall(report: BlendReport) -> list[Bar]:
     ]
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A part of the prompt: a chunk, or the text between chunks (``chunk`` is None).
 
     tokens: the text of each, and what became of it if it was recomputed or protected.

@@ -10,11 +10,8 @@ import pytest
 from cacheblend_rag import BlendConfig, Document, Engine, open_engine
 from cacheblend_rag.admin import inspect
 from cacheblend_rag.admin.inspect import Choice
-from cacheblend_rag.engines.identity import Label
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import KVKey, fingerprint
-from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
-from cacheblend_rag.settings import LeadInConfig
+from cacheblend_rag.kv import KVKey
 from tests.toy import TOY
 
 SHARED = "Her pet is a dog."
@@ -110,17 +107,3 @@ def test_a_file_that_is_no_label_is_none(tmp_path: Path) -> None:
             chosen(tmp_path, Choice(model=TOY))
     label.write_text(good)
     assert len(chosen(tmp_path, Choice(model=TOY))) == 3
-
-
-def test_what_fingerprints_are_of_is_told_as_far_as_it_is_known() -> None:
-    first, second = fingerprint({"model": 1}), fingerprint({"model": 2})
-    labels = {first: Label(model="m", dtype="float32", lead_in=LeadInConfig())}
-    turns = {one: turn_fingerprint(one) for one in (first, second)}
-    prefix = fingerprint({"model": 1, "prefix_block": 64})
-    assert inspect.kinds_of({first, second, prefix, *turns.values()}, labels) == {
-        first: "m",
-        turns[first]: "turns, m",
-        turns[second]: "turns",
-    }
-    assert inspect.kinds_of({turns[first]}, labels)[turns[first]] == "turns, m"
-    assert turns[first] not in inspect.kinds_of({first}, labels)

@@ -18,11 +18,10 @@ def _wide(monkeypatch):
 def test_a_question_to_a_collection_is_explained(cli, indexed, tmp_path):
     folder, (item, *_) = indexed
     page, given = tmp_path / "page.html", ("explain", item.question, "--from", folder)
-    outcome = cli(*given, "--compare", "--html", page, "--set", "recompute_ratio=0.2")
+    outcome = cli(*given, "--html", page, "--set", "recompute_ratio=0.2")
     assert outcome.code == 0
     for shown in (
-        "were reused as stored", "full prefill: first token after", "nats per token",
-        "time to the first token: ", "recompute ", "reused from disk",
+        "were reused as stored", "time to the first token: ", "recompute ", "reused from disk",
     ):  # fmt: skip
         assert shown in outcome.stdout, shown
     assert f"page: {page}" in outcome.stderr.replace("\n", "")
@@ -30,7 +29,6 @@ def test_a_question_to_a_collection_is_explained(cli, indexed, tmp_path):
     assert item.question in told
     assert "How far fresh KV is from stored KV" in told
     found = cli(*given, "--json").json
-    assert found["cost"] is None
     assert "".join(found["tokens"]).count(item.question) == 1
     marked = [one for chunk in found["explanation"]["chunks"] for one in chunk["marked"]]
     recomputed = sum(one["fate"] == "recomputed" for one in marked)
@@ -39,13 +37,8 @@ def test_a_question_to_a_collection_is_explained(cli, indexed, tmp_path):
 
 def test_a_prompt_is_explained_with_the_chunks_that_are_known(cli, tmp_path):
     passage = "The keeper of the harbour writes down every ship. " * 30
-    (tmp_path / "passage.txt").write_text(passage)
     (tmp_path / "prompt.txt").write_text(f"{passage}\n\nQuestion: Who?\nAnswer:")
     given = ("explain", "--prompt", tmp_path / "prompt.txt", "--set", f"model={TOY}", "--json")
-    found = cli(*given, "--passage", tmp_path / "passage.txt").json
-    (chunk,) = found["explanation"]["chunks"]
-    assert (chunk["hit"], chunk["reason_code"]) == (False, "not_stored")
-    assert not found["report"]["blended"]
     engine = open_engine("transformers", model=TOY, kv_path=tmp_path / "kv")
     engine.precompute([passage], progress=False)
     engine.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-from cacheblend_rag.observe.explain import Cost, Explained
+from cacheblend_rag.observe.explain import Explained
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PhaseStarts
 from cacheblend_rag.trace import Trace, TracedSelection, TracedTokens
@@ -40,7 +40,7 @@ def explained(text: str = "word", document: str = "notes.txt") -> Explained:
         starts=PhaseStarts(load=0.0, recompute=0.1, first_token=0.85, decode=1.0),
         trace=trace,
     )  # fmt: skip
-    return Explained(report, tuple(f" {text}{at}" for at in range(12)), text, Cost(0.5, 2.0, 0.125))
+    return Explained(report, tuple(f" {text}{at}" for at in range(12)), text)
 
 
 @dataclass

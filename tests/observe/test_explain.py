@@ -10,20 +10,12 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, Explanation, SamplingParams, TransformersEngine
-from cacheblend_rag.observe.explain import (
-    Explained,
-    explain_page,
-    explain_prompt,
-    token_texts,
-    waterfall,
-)
-from cacheblend_rag.prefill.comparing import divergence
+from cacheblend_rag.observe.explain import Explained, explain_page, explain_prompt, token_texts
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport, PhaseSeconds, PhaseStarts
-from cacheblend_rag.trace import Trace, TracedSelection, TracedTokens
+from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.trace import Trace, TracedTokens
 from tests.models import make_model, make_tokenizer, prompt_of, words
 from tests.observe.explained_prompts import HOSTILE, Page, explained
-from tests.toy import TOY
 
 FOUND = explained()
 REPORT, TRACE = FOUND.report, FOUND.report.trace or Trace()
@@ -75,13 +67,6 @@ def test_tokens_are_marked_where_everything_was_recomputed() -> None:
     assert "every token was recomputed, so none was chosen by a score" in told.notes
 
 
-def test_after_several_check_layers_only_the_last_choice_counts() -> None:
-    later = TracedSelection(2, (3, 5), scores=(1.0, 9.0), chosen=(False, True))
-    trace = replace(TRACE, selections=(*TRACE.selections, later))
-    marked = Explanation.of(replace(REPORT, trace=trace)).chunks[0].marked
-    assert [(one.position, one.rank) for one in marked if one.fate == "recomputed"] == [(5, 1)]
-
-
 def test_the_histogram_counts_every_candidate_once() -> None:
     choice = replace(TRACE.selections[0], value_deviations=(0.5, 8.0, 0.0))
     found = Explanation.of(replace(REPORT, trace=Trace((choice,)))).histogram
@@ -112,21 +97,15 @@ def test_the_summary_says_what_it_cost_and_the_notes_what_is_missing() -> None:
     assert full.notes == ()
 
 
-@pytest.mark.parametrize("code", ReasonCode)
-def test_every_reason_is_told(code: ReasonCode) -> None:
-    missed = replace(HIT, hit=False, reason=Reason(code, "a sentence"))
-    told = Explanation.of(replace(REPORT, chunks=(missed,), trace=None))
-    assert told.chunks[0].why == "computed: a sentence (disk)"
-    assert told.to_dict()["chunks"][0]["reason_code"] == code
-
-
 # The page
 
 
 def test_the_page_shows_every_part() -> None:
     page = Page.of(explain_page(FOUND))
+    bars = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", explain_page(FOUND))
+    assert bars == [("0.00", "10.00"), ("10.00", "75.00"), ("85.00", "15.00")]
     for shown in (
-        "Of 12 tokens, 2 were reused", "4.0x", "0.1250", "75.0 %", "notes.txt", "altered text",
+        "Of 12 tokens, 2 were reused", "75.0 %", "notes.txt", "altered text",
         "store_error", "ranks 1 to 2", "How far fresh KV is from stored KV",
         "no prior stored for word", "0123456789abcdef", "recompute", "750.0 ms",
     ):  # fmt: skip
@@ -184,11 +163,6 @@ def test_hostile_text_is_text() -> None:
     assert len(page.named("mark")) == len(Page.of(explain_page(FOUND)).named("mark"))
 
 
-@pytest.mark.parametrize("text", ["\ud800", "\u202e", "日本", "\t\n"])
-def test_any_text_can_be_written(text: str) -> None:
-    assert explain_page(explained(text)).encode("utf-8", "replace")
-
-
 def test_of_a_report_without_a_trace_or_text_there_is_a_page_too() -> None:
     bare = Page.of(explain_page(Explained(replace(REPORT, trace=None, chunks=(), blended=False))))
     assert "The prompt holds no known chunk." in bare.text
@@ -196,18 +170,6 @@ def test_of_a_report_without_a_trace_or_text_there_is_a_page_too() -> None:
     assert (
         "word3" in Page.of(explain_page(replace(FOUND, report=replace(REPORT, trace=Trace())))).text
     )
-
-
-def test_bars_stand_where_their_phases_began_and_within_the_track() -> None:
-    bars = {bar.phase: (bar.left, bar.width) for bar in waterfall(REPORT)}
-    assert bars == {
-        "load": (0, pytest.approx(10)),
-        "recompute": (pytest.approx(10), pytest.approx(75)),
-        "first_token": (pytest.approx(85), pytest.approx(15)),
-    }
-    late = replace(REPORT, seconds=PhaseSeconds(load=1.0), starts=PhaseStarts(load=9.0))
-    (bar,) = waterfall(late)
-    assert bar.left + bar.width <= 100
 
 
 # A prompt that is asked to be explained
@@ -231,26 +193,10 @@ def test_it_is_asked_once_with_a_trace(engine: TransformersEngine) -> None:
     found = explain_prompt(engine, PROMPT)
     assert len(asked) == 1
     assert found.report.trace is not None
-    assert found.cost is None
     assert found.answer == engine.generate(PROMPT, SamplingParams.greedy(max_tokens=16)).text
     plain = json.loads(json.dumps(found.to_dict()))
     assert len(plain["tokens"]) == plain["report"]["prompt_tokens"]
     assert len(plain["explanation"]["histogram"]["bins"]) == 24
-
-
-def test_what_it_cost_is_what_scores_say(engine: TransformersEngine) -> None:
-    cost = explain_prompt(engine, PROMPT, compare=True).cost
-    assert cost is not None
-    answer = engine.generate_full(PROMPT, SamplingParams.greedy(max_tokens=16)).token_ids
-    wanted = engine.score(PROMPT, answer, full=True).log_probs.double()
-    blended = engine.score(PROMPT, answer, config=CONFIG).log_probs.double()
-    assert cost.divergence == pytest.approx(divergence(wanted, blended), rel=1e-2, abs=1e-6)
-    assert cost.divergence
-    assert cost.speedup == cost.full_seconds / cost.blend_seconds
-    short = explain_prompt(engine, prompt_of("w9 w8"), compare=True)
-    assert not short.report.blended
-    assert short.cost is not None
-    assert short.cost.divergence is None
 
 
 def test_texts_of_tokens_are_the_prompt(engine: TransformersEngine) -> None:
@@ -265,12 +211,3 @@ def test_texts_of_tokens_are_the_prompt(engine: TransformersEngine) -> None:
     assert "".join(texts) == prompt.text
     assert [one.strip() for one in texts] == prompt.text.split()
     assert token_texts(Slow(), prompt) == tuple(prompt.text.split())
-
-
-def test_special_tokens_have_no_text_of_the_prompt() -> None:
-    engine = TransformersEngine(TOY)
-    prompt = engine.prepare("What is the sport of Ivan Novak?\n\nAnswer:")
-    texts = token_texts(engine.tokenizer, prompt)
-    engine.close()
-    assert len(texts) == len(prompt.token_ids)
-    assert "".join(texts).replace("<bos>", "") == prompt.text
