@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation, TokenLogprob
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.factory import open_engine
-    from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.model_files import load_tokenizer
     from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
@@ -95,7 +94,6 @@ _PLACES = {
     "engines.base": "Engine",
     "component": "EngineComponent EngineSource",
     "engines.factory": "open_engine",
-    "engines.idle": "IdleJob",
     "engines.model_files": "load_tokenizer",
     "engines.prepare": "PreparedPrompt TurnPrompt",
     "engines.sampling": "SamplingParams",
@@ -161,7 +159,6 @@ __all__ = [
     "Generation",
     "GuardConfig",
     "GuardReport",
-    "IdleJob",
     "KVKey",
     "LeadInConfig",
     "LongDocumentAnalysis",

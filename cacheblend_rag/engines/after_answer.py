@@ -27,7 +27,7 @@ AnswerHook = Callable[[Request, Generation], Generation | None]
 """Called with a request (its prompt is ``request.prepared``) and its answer, which may be a
 cancelled one. Returns None, or a changed answer, with other reports of chunks for example. It runs
 in the thread that made the answer, and other requests may wait for it: longer work, and every call
-of the engine, belongs in an IdleJob."""
+of the engine, belongs in another thread."""
 
 
 class RequestWatcher:

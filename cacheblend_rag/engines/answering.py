@@ -17,9 +17,9 @@ from cacheblend_rag.engines.answer import (
     Generation,
     Request,
     TokenLogprob,
+    answer_batch,
 )
 from cacheblend_rag.engines.backend import Backend, Family, checked_config
-from cacheblend_rag.engines.batch import answer_batch
 from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer

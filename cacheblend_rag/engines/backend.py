@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.idle import Activity, IdleQueue
+from cacheblend_rag.engines.lifetime import Activity, IdleQueue
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream

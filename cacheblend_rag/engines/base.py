@@ -14,9 +14,8 @@ from cacheblend_rag.engines.answering import Answering
 from cacheblend_rag.engines.backend import EngineSetup, Family, engine_settings
 from cacheblend_rag.engines.filling import Filling, TurnKeeper
 from cacheblend_rag.engines.guard import Guard, with_reference
-from cacheblend_rag.engines.idle import IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
-from cacheblend_rag.engines.lifetime import Lifetime
+from cacheblend_rag.engines.lifetime import IdleQueue, Lifetime
 from cacheblend_rag.engines.prepare import PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -199,15 +198,6 @@ class Engine(Indexing, Answering):
                 are logged once, and fail no request. A RequestWatcher sees requests begin, too.
         """
         self._hooks.add(hook)
-
-    def when_idle(self, job: IdleJob) -> bool:
-        """Queue work for idle time; returns whether it was accepted.
-
-        Args:
-            job: it is refused while many of its kind wait, in a forked process, and once the engine
-                is closed. Closing ends a running job between two steps.
-        """
-        return not self._lifetime.is_forked and self._idle.add(job)
 
     # Life
 

@@ -16,8 +16,8 @@ from time import monotonic
 
 from cacheblend_rag.engines.answer import Generation, Request
 from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.idle import Activity, IdleJob, IdleQueue
 from cacheblend_rag.engines.indexing import Indexing
+from cacheblend_rag.engines.lifetime import Activity, IdleJob, IdleQueue
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.conversation_kv import (
     ConversationKV,

@@ -19,7 +19,7 @@ from typing import Literal
 
 from cacheblend_rag.engines.answer import NOT_STEERED, Generation, Request, Steering
 from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.idle import IdleJob, IdleQueue
+from cacheblend_rag.engines.lifetime import IdleJob, IdleQueue
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import LeadIn

@@ -21,7 +21,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Engine, Generation, LeadInConfig
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.idle import IdleJob
+from cacheblend_rag.engines.lifetime import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.encoder import PromptEncoder
@@ -159,7 +159,7 @@ class EngineContract:
                 yield
 
         with self.busy(hooked):
-            assert hooked.when_idle(IdleJob("endless", endless))
+            assert hooked._idle.add(IdleJob("endless", endless))
             time.sleep(0.3)
             assert steps.empty()
         assert steps.get(timeout=PATIENCE) == 0

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.answer import Delta
-from cacheblend_rag.engines.batch import MOST_TOGETHER, answer_batch, by_overlap
+from cacheblend_rag.engines.answer import MOST_TOGETHER, Delta, answer_batch, by_overlap
 from cacheblend_rag.engines.stream import Cancellation, Stream, Take
 from cacheblend_rag.errors import OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey

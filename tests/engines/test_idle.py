@@ -10,7 +10,7 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from cacheblend_rag.engines.idle import IdleJob, IdleQueue
+from cacheblend_rag.engines.lifetime import IdleJob, IdleQueue
 from tests.kv.samples import until
 
 PATIENCE = 60.0

@@ -21,8 +21,7 @@ from cacheblend_rag.engines.answer import CANCELLED, Delta, Generation, Request
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.backend import EngineSetup, engine_settings
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.idle import IdleJob
-from cacheblend_rag.engines.lifetime import CLOSED
+from cacheblend_rag.engines.lifetime import CLOSED, IdleJob
 from cacheblend_rag.engines.model_files import context_window_in
 from cacheblend_rag.engines.prefixes import MOST_WAITING, Prefixes
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike

@@ -6,7 +6,7 @@ run together with those of all other answers. Prompts take turns, a step each. S
 once those steps took as long as a decode step, after one step at least and four at most; whoever
 wants a whole answer waits until the prompts that had come by then are prefilled, so that their
 answers are decoded together. Idle work comes a step at a time from a thread that waits until no
-request is there (``engines/idle.py``). Other threads wait for results, and never run the model.
+request is there (``engines/lifetime.py``). Other threads wait for results, and never run the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.attention import without_cudnn
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.batch import MOST_TOGETHER
+from cacheblend_rag.engines.answer import MOST_TOGETHER
 from cacheblend_rag.engines.lifetime import ITS_OWN_THREAD, working
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.transformers.ordinary_prefill import DecodeStep, run_steps

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from cacheblend_rag.engines.answer import Generation, Request
-from cacheblend_rag.engines.idle import IdleJob, IdleQueue
+from cacheblend_rag.engines.lifetime import IdleJob, IdleQueue
 from cacheblend_rag.engines.prefixes import MOST_WAITING, Beginnings
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation

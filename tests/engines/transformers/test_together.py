@@ -20,7 +20,7 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.batch import MOST_TOGETHER
+from cacheblend_rag.engines.answer import MOST_TOGETHER
 from cacheblend_rag.engines.transformers import ordinary_prefill
 from cacheblend_rag.engines.transformers import prefill as prefill_module
 from cacheblend_rag.engines.transformers.loop import loop_of
