@@ -17,7 +17,7 @@ from cacheblend_rag.settings import EMBEDDED
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cacheblend_rag.quality.summary import Row
+    from cacheblend_rag.quality.evaluate import Row
 
 FIGURES = (
     "ratio", "compute", "KL", "95 %", "top-1", "same", "gold", "recovered", "F1", "holds",

@@ -16,13 +16,13 @@ from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import DEFAULT_SETTING, EvalDataset, PromptFrame
-from cacheblend_rag.quality.evaluate import GRID, evaluate, opened, read_rules, reuse
+from cacheblend_rag.quality.evaluate import Row, evaluate, opened, read_rules, reuse
 from cacheblend_rag.quality.measure import ANSWER_TOKENS, FULL, RecordLog, Rule
 from cacheblend_rag.quality.scores import Figure
-from cacheblend_rag.quality.summary import Row
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, EngineConfig, LeadInConfig, Profile
 
 LEAST = 0.95
+GRID = "question_mid=0.08,question_mid=0.16,question_mid=0.25,hkvd=0.08,hkvd=0.16,hkvd=0.25"
 
 
 @dataclass(frozen=True)
