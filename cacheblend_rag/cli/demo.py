@@ -66,7 +66,7 @@ def demo_command(
         reuse = Rule("reuse", config.with_changes(recompute_ratio=0.0))
         rules, prompts = [FULL, reuse, Rule("blend", config)], map(frame.to_measure, questions)
         answered: list[Mapping[str, Measured]] = []
-        for found in measure(engine, prompts, rules, stop=("\n",), compare=""):
+        for found in measure(engine, prompts, rules, stop=("\n",), compare=False):
             _print_answered(questions[len(answered)], found)
             answered.append(found)
     _print_summary(answered)

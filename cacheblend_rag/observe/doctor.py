@@ -10,6 +10,7 @@ from typing import Any, cast
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.guard import as_served
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, TurnPrompt
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.store import TieredKVStore
@@ -163,7 +164,7 @@ class _Request:
             lacks_context = any(chunk.protected for chunk in self.prompt.placed)
             answer = (own if lacks_context else full).token_ids
             self.on_step(f"{runs} requests each way")
-            for turn in self._measured([FULL, blend], runs, max_tokens=1, compare=""):
+            for turn in self._measured([FULL, blend], runs, max_tokens=1, compare=False):
                 fulls, blends = (turn[rule.name].generation for rule in (FULL, blend))
                 found = replace(
                     found,
@@ -203,14 +204,15 @@ class _Request:
 
     def _trial(self, config: BlendConfig, answer: tuple[int, ...]) -> Trial:
         traced = config.with_changes(trace=True, cost_model=False, reuse_prefix=False)
-        rule = Rule("trial", traced)
-        (found,) = self._measured([rule], max_tokens=1, compare="documents", along=answer)
-        told = found["trial"].record.fidelity
-        loss = None if told is None else max(0.0, told.kl - told.kl_prefill)
-        return Trial(cast("Generation", found["trial"].generation).report, loss)
+        report = self._generated(Rule("trial", traced), 1).report
+        served = as_served(traced)
+        compared = report.blended and self.engine.compare_with_full_prefill(
+            self.prompt, answer, config=served, with_documents=True
+        )
+        return Trial(report, max(0.0, compared.blend - compared.prefill) if compared else None)
 
     def _generated(self, rule: Rule, tokens: int) -> Generation:
-        (found,) = self._measured([rule], max_tokens=tokens, compare="")
+        (found,) = self._measured([rule], max_tokens=tokens, compare=False)
         return cast("Generation", found[rule.name].generation)
 
     def _measured(

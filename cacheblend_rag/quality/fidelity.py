@@ -39,7 +39,6 @@ class Fidelity:
         same_answer: whether all are, so that the rule's own greedy answer is the same.
         gold_logprob: natural logarithm of the best gold answer's probability; None without one.
         exact: whether predictions differ by rounding alone.
-        kl_prefill: full prefill's own distance, if it is not the reference.
     """
 
     kl: float
@@ -47,7 +46,6 @@ class Fidelity:
     same_answer: bool | None = None
     gold_logprob: float | None = None
     exact: bool | None = None
-    kl_prefill: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 BLEND_ALWAYS: dict[str, Any] = {"min_tokens": 0, "cost_model": False, "reuse_prefix": False}
 """Changes of settings under which stored chunks are always blended, however short the prompt and
 fast the machine, and nothing is kept of the prompt before: for rules that are compared."""
-Comparing = Literal["", "prompt", "documents"]
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1)
 ANSWER_TOKENS = 16
 
@@ -135,8 +134,7 @@ def measure(
     *,
     max_tokens: int = ANSWER_TOKENS,
     stop: tuple[str, ...] = (),
-    compare: Comparing = "prompt",
-    along: Sequence[int] = (),
+    compare: bool = True,
     warm: bool = True,
     log: RecordLog | None = None,
 ) -> Iterator[dict[str, Measured]]:
@@ -151,13 +149,9 @@ def measure(
             computed once.
         max_tokens: most tokens of an answer.
         stop: texts that end an answer.
-        compare: ``prompt`` compares predictions with those after full prefill, ``documents`` with
-            those after full prefill of the prompt with the text that its chunks were computed
-            after, as the guard does (`Fidelity.kl_prefill` is then full prefill's own distance),
-            "" with nothing. The embedded engine tells all of Fidelity, others KL alone, which takes
-            them further prefills.
-        along: the tokens whose predictions are compared, after one another; by default full
-            prefill's answer.
+        compare: whether predictions are compared with those after full prefill, along its answer.
+            The embedded engine tells all of Fidelity, others KL alone, which takes them further
+            prefills.
         warm: whether a rule answers its first prompt once before, untimed.
         log: known records are taken from it, and new ones kept there.
 
@@ -165,7 +159,7 @@ def measure(
         PromptError: when a prompt does not fit the model; it names the prompt.
         OutOfMemoryError: when there is no memory for it.
     """
-    loop = _Loop(engine, max_tokens, stop, compare, tuple(along), set() if warm else None)
+    loop = _Loop(engine, max_tokens, stop, compare, set() if warm else None)
     for prompt in prompts:
         found: dict[str, Measured] = {}
         for rule in rules:
@@ -195,8 +189,7 @@ class _Loop:
     engine: Engine
     max_tokens: int
     stop: tuple[str, ...]
-    compare: Comparing
-    along: tuple[int, ...]
+    compare: bool
     warmed: set[str] | None
     _siblings: dict[str | None, Engine] = field(default_factory=dict)
 
@@ -209,41 +202,36 @@ class _Loop:
             "config": rule.config and rule.config.to_dict(),
             "engine": [engine.name, engine.model_name, engine.dtype, engine.fingerprint],
             "answer": [self.max_tokens, *self.stop],
-            "compare": [self.compare, *self.along],
+            "compare": self.compare,
         }
 
     def results(self, prompt: Prompt, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Measured]]:
         """Yield the results of some rules on a prompt: full prefill's first, if it is needed."""
-        if not rules:
-            return
         full, wanted = None, None
-        if FULL in rules or (self.compare and not self.along):
+        if rules and (FULL in rules or self.compare):
             full, wanted = self._full(prompt)
-        if FULL in rules and full is not None:
-            fidelity = wanted.of_itself if wanted else None
-            yield FULL, self._measured(FULL, prompt, full, fidelity)
-        along = self.along or (full.token_ids if full else ())
+            if FULL in rules:
+                yield FULL, self._measured(FULL, prompt, full, wanted.of_itself if wanted else None)
         for rule in rules:
             if rule.config is None and rule != FULL:
-                yield rule, self._answered(rule, prompt, wanted, along)
+                yield rule, self._answered(rule, prompt, full, wanted)
         blended = [rule for rule in rules if rule.config is not None]
         for engine, group in groupby(blended, self._of):
             with stored(engine, prompt):
                 for rule in group:
-                    yield rule, self._answered(rule, prompt, wanted, along)
+                    yield rule, self._answered(rule, prompt, full, wanted)
 
     def _full(self, prompt: Prompt) -> tuple[Generation, Reference | None]:
         """Return full prefill's answer, and what predictions are compared with."""
         self._warm(FULL, prompt)
-        scores = hasattr(self.engine, "generate_and_score")
-        if self.compare != "prompt" or self.along or not scores:
+        if not self.compare or not hasattr(self.engine, "generate_and_score"):
             return self.engine.generate_full(prompt.asked, self._greedy), None
         engine = cast("TransformersEngine", self.engine)
         found = reference(engine, prompt.asked, prompt.golds, self._greedy)
         return found.generation, found
 
     def _answered(
-        self, rule: Rule, prompt: Prompt, wanted: Reference | None, along: Sequence[int]
+        self, rule: Rule, prompt: Prompt, full: Generation | None, wanted: Reference | None
     ) -> Measured:
         engine, asked = self._of(rule), _asked(rule, prompt)
         self._warm(rule, prompt)
@@ -253,15 +241,10 @@ class _Loop:
             return self._measured(rule, prompt, told, fidelity)
         told = self._answer(rule, prompt, self._greedy)
         compared = None
-        if self.compare and rule.config is not None and told.report.blended:
-            compared = engine.compare_with_full_prefill(
-                asked,
-                along,
-                config=as_served(rule.config),
-                with_documents=self.compare == "documents",
-            )
-        own = Fidelity(compared.blend, kl_prefill=compared.prefill) if compared else None
-        return self._measured(rule, prompt, told, own)
+        if self.compare and full and rule.config and told.report.blended:
+            config = as_served(rule.config)
+            compared = engine.compare_with_full_prefill(asked, full.token_ids, config=config)
+        return self._measured(rule, prompt, told, Fidelity(compared.blend) if compared else None)
 
     def _warm(self, rule: Rule, prompt: Prompt) -> None:
         if self.warmed is not None and rule.name not in self.warmed:

@@ -71,8 +71,8 @@ class RoteEngine:
         wrong = "Question: 0?" in prompt.segments[-1].text
         return self._generation("blue" if wrong else "red", self.blended, 0.5, 2)
 
-    def compare_with_full_prefill(self, prompt, answer, *, config=None, with_documents=False):
-        self.calls.append(("compare", tuple(answer), with_documents))
+    def compare_with_full_prefill(self, prompt, answer, *, config=None):
+        self.calls.append(("compare", tuple(answer)))
         return Comparison(0.3, 0.1)
 
     def _generation(self, text, blended, share, recomputed):
@@ -142,35 +142,29 @@ def test_scores_are_means_and_full_prefill_comes_first():
 def test_documents_are_stored_once_for_each_lead_in_and_evicted():
     engine = RoteEngine()
     hkvd = rule_of("hkvd", 0.25, BASE, "instruction")
-    list(measure(engine, [FRAME.to_measure(asked(0))], [FULL, PRIOR, hkvd, REUSE], compare=""))
+    list(measure(engine, [FRAME.to_measure(asked(0))], [FULL, PRIOR, hkvd, REUSE], compare=False))
     evict, warm = [("evict", "a"), ("evict", "b")], ["prior", "prior", "hkvd", "hkvd"]
     stored = [("precompute", kind, ["a", "b"]) for kind in ("instruction", "document")]
     told = ["full", "full", stored[0], *warm, *evict, stored[1], "none", "none", *evict]
     assert engine.calls == told
     engine = RoteEngine(skipped=1)
-    list(measure(engine, [FRAME.to_measure(asked(0))], [PRIOR], compare="", warm=False))
+    list(measure(engine, [FRAME.to_measure(asked(0))], [PRIOR], compare=False, warm=False))
     assert engine.calls == [stored[0], "prior"], "what others stored stays"
 
 
 def test_engines_that_cannot_score_compare_by_the_guards_way():
     engine, prompt = RoteEngine(), FRAME.to_measure(asked(1))
     found = list(measure(engine, [prompt] * 2, [FULL, PRIOR], warm=False))
-    assert [one["prior"].record.fidelity.kl for one in ({"prior": f[PRIOR.name]} for f in found)]
-    assert engine.calls.count(("compare", (1,), False)) == engine.calls.count("full") == 2
-    engine.calls.clear()
-    options = {"compare": "documents", "along": (7, 8), "warm": False}
-    (found,) = measure(engine, [replace(prompt, documents=())], [PRIOR], **options)
-    assert engine.calls == ["prior", ("compare", (7, 8), True)]
-    fidelity = found[PRIOR.name].record.fidelity
-    assert (fidelity.kl, fidelity.kl_prefill, fidelity.top1) == (0.3, 0.1, None)
-    assert found[PRIOR.name].generation.report.selector == "prior"
+    assert engine.calls.count(("compare", (1,))) == engine.calls.count("full") == 2
+    fidelity = found[1][PRIOR.name].record.fidelity
+    assert (fidelity.kl, fidelity.top1) == (0.3, None)
 
 
 def test_errors_name_the_question():
     with pytest.raises(PromptError, match=r"question 'How long\?': too long"):
         rows_of([PRIOR], [replace(asked(0), question="How long?")])
     with pytest.raises(ConfigError, match="no form without passages"):
-        list(measure(RoteEngine(), [Prompt("w1")], [NO_PASSAGES], compare=""))
+        list(measure(RoteEngine(), [Prompt("w1")], [NO_PASSAGES], compare=False))
 
 
 def test_figures_of_a_small_model():
