@@ -184,8 +184,8 @@ class ChunkRegistry:
             if not index[key]:
                 del index[key]
         if chunk.text not in self._variants:
-            for table in self._anchors.values():
-                table.discard(chunk.text)
+            *_, (width, hashes) = windows(codes_of(chunk.text))
+            self._anchors[width].discard(chunk.text, hashes)
 
     def _entries(self, chunk: Chunk) -> Iterator[tuple[dict[Any, Numbered], Any]]:
         """Yield each index, with the key under which it has a chunk."""

@@ -1,9 +1,8 @@
 """Searches a text for any of many known texts, by the hash of one window of each.
 
-The *anchor* of a text is the hash of one window of up to 32 characters in it. A search
-hashes every window of the searched text at once, discards almost all of them by a table of marks,
-and compares texts only where an anchor matches. A new text gets an anchor that no other text has,
-if possible, so texts that share long beginnings or ends are about as cheap to find as any others.
+The *anchor* of a text is the hash of the window in its middle, of up to 32 characters: texts split
+by one rule often have similar beginnings and ends. A search hashes every window of the searched
+text at once, and compares texts only where an anchor matches.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ from numpy.typing import NDArray
 Hashes = NDArray[np.uint64]
 Span = tuple[int, int]
 
-SLOTS_PER_MARK = 32
 COMPARED_CHARACTERS = 4 << 20
 """Characters that a search may always compare, besides some per character; see SearchBudget."""
 COMPARED_PER_CHARACTER = 16
 LEAST_COMPARED = 64
-SMALLEST_SLOT_BITS = 12
+SLOTS_PER_ANCHOR = 64
 CHARACTER_FACTOR = np.uint64(0xD6E8FEB86659FD93)
 WINDOW_FACTORS = [np.uint64(pow(0x9E3779B97F4A7C15, 1 << power, 1 << 64)) for power in range(5)]
 
@@ -46,70 +44,47 @@ class AnchorTable:
     """Texts with anchors of one window width."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, list[tuple[int, str]]] = {}
-        self._anchor: dict[str, int] = {}
-        self._make_room()
+        self._texts: dict[int, list[str]] = {}
+        self._marks: NDArray[np.bool_] | None = None  # which hashes may be anchors; see ``_marked``
 
     def add(self, text: str, hashes: Hashes) -> None:
         """Register ``text``, whose window hashes are ``hashes``."""
-        if self._marked * SLOTS_PER_MARK >= len(self._marks):
-            self._make_room()
-        offset = self._free_window(hashes)
-        anchor = int(hashes[offset])
-        self._texts.setdefault(anchor, []).append((offset, text))
-        self._anchor[text] = anchor
-        self._mark(hashes[offset : offset + 1])
+        known = self._texts.setdefault(int(hashes[_middle(len(hashes))]), [])
+        if not known:
+            self._marks = None
+        known.append(text)
 
-    def discard(self, text: str) -> None:
-        """Forget ``text``, if it is here. Its mark stays until the table grows: it costs time."""
-        anchor = self._anchor.pop(text, None)
-        if anchor is None:
-            return
-        self._texts[anchor] = [entry for entry in self._texts[anchor] if entry[1] != text]
+    def discard(self, text: str, hashes: Hashes) -> None:
+        """Forget ``text``, whose window hashes are ``hashes``. Its mark stays until another comes."""
+        anchor = int(hashes[_middle(len(hashes))])
+        self._texts[anchor].remove(text)
         if not self._texts[anchor]:
             del self._texts[anchor]
 
     def occurrences(self, text: str, hashes: Hashes, budget: SearchBudget) -> Iterator[Span]:
         """Yield the spans of registered texts in ``text``, overlaps included."""
-        marked = np.flatnonzero(self._marks[self._slots(hashes)])
-        for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):
-            for offset, known in self._texts.get(anchor, ()):
-                start = position - offset
+        width = len(text) - len(hashes) + 1
+        for position in self._marked(hashes).tolist():
+            for known in self._texts.get(int(hashes[position]), ()):
+                start = position - _middle(len(known) - width + 1)
                 if not budget.allows(known):
                     return
                 if start >= 0 and text.startswith(known, start):
                     yield start, start + len(known)
 
-    def _free_window(self, hashes: Hashes) -> int:
-        """Choose an anchor: an unmarked window at or after the middle, else before it.
+    def _marked(self, hashes: Hashes) -> NDArray[np.int64]:
+        """Return the indices of hashes that may be anchors; few others are among them."""
+        if self._marks is None:
+            anchors = np.fromiter(self._texts, np.uint64, len(self._texts))
+            self._shift = np.uint64(64 - (SLOTS_PER_ANCHOR * len(anchors) + 1).bit_length())
+            self._marks = np.zeros(1 << int(64 - self._shift), np.bool_)
+            self._marks[anchors >> self._shift] = True
+        return np.flatnonzero(self._marks[hashes >> self._shift])
 
-        From the middle, because texts split by one rule often have similar beginnings and ends.
-        """
-        middle = len(hashes) // 2
-        free = ~self._marks[self._slots(hashes)]
-        for first, part in ((middle, free[middle:]), (0, free[:middle])):
-            if part.any():
-                return first + int(part.argmax())
-        anchors: list[int] = hashes.tolist()
-        crowds = {anchor: len(self._texts.get(anchor, ())) for anchor in anchors}
-        return anchors.index(min(crowds, key=crowds.__getitem__))
 
-    def _slots(self, hashes: Hashes) -> NDArray[np.int64]:
-        slots: NDArray[np.int64] = (hashes >> self._shift).view(np.int64)
-        return slots
-
-    def _mark(self, hashes: Hashes) -> None:
-        self._marks[self._slots(hashes)] = True
-        self._marked += len(hashes)
-
-    def _make_room(self) -> None:
-        """Rebuild the marks with room for twice the current texts, without stale marks."""
-        slots = 2 * SLOTS_PER_MARK * len(self._texts)
-        bits = max(SMALLEST_SLOT_BITS, slots.bit_length())
-        self._shift = np.uint64(64 - bits)
-        self._marks = np.zeros(1 << bits, dtype=np.bool_)
-        self._marked = 0
-        self._mark(np.fromiter(self._texts, dtype=np.uint64, count=len(self._texts)))
+def _middle(windows: int) -> int:
+    """Return which of a text's windows is its anchor."""
+    return windows // 2
 
 
 def codes_of(text: str) -> Hashes:
