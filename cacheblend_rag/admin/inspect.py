@@ -122,7 +122,7 @@ class Choice(Settings):
             raise StoreError(f"{folder} knows no document {document!r}")
         found = {}
         for config in {label.lead_in for label in labels.values()} | {LeadInConfig()}:
-            encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
+            encoder = PromptEncoder(tokenizer)
             lead_in = LeadIn(encoder, config, instruction="", identity={}, namespace="")
             names = (_named(registry, lead_in, document, spare) for registry in registries)
             found[config] = ChunkNames().union(*names)

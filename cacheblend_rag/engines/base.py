@@ -61,8 +61,7 @@ class Engine(Indexing, Answering):
         told = setup.instruction
         given = told if isinstance(told, str) else told(self.tokenizer)
         self.instruction = on_day(FIXED_DAY, given, self.tokenizer)
-        splits = self.lead_in.split_special_tokens
-        self.encoder = PromptEncoder(self.tokenizer, split_special_tokens=splits)
+        self.encoder = PromptEncoder(self.tokenizer)
         self._led = LeadIn(
             self.encoder,
             self.lead_in,

@@ -34,9 +34,6 @@ class LeadInConfig(Settings):
     by its KV in that document although neither a hint nor the text before it in the prompt confirms
     that this document is meant. Off, its KV without document context is used, and stored too: for
     servers on which others store than those who ask."""
-    split_special_tokens: bool = True
-    """Encode text in a chunk that looks like a special token as plain text, so that passages cannot
-    imitate chat roles."""
 
     @classmethod
     def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:

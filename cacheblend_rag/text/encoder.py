@@ -126,19 +126,11 @@ class PromptEncoder:
     It keeps the tokens of texts, and encodes only what is new and the seams (see ``known_texts``).
     The tokenizer must not be changed meanwhile. Each tenant has an engine, and so an encoder.
 
-    split_special_tokens: whether chunk text that looks like a special token is encoded as text.
     known_bytes: memory for known texts.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        split_special_tokens: bool = True,
-        known_bytes: int = KNOWN_TEXTS_BYTES,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, known_bytes: int = KNOWN_TEXTS_BYTES) -> None:
         self.tokenizer = tokenizer
-        self._splits = split_special_tokens
         self.opening = opening_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         # What characters become that the tokenizer does not know (<unk>, say) steers nothing.
@@ -158,7 +150,7 @@ class PromptEncoder:
 
         Raises PromptError when ``text`` holds an unpaired surrogate, which no tokenizer can encode.
         """
-        return tuple(self._known((text, self._splits)).ids)
+        return tuple(self._known((text, True)).ids)
 
     def count(self, text: str) -> int:
         """Return how many tokens a text has by itself; raises PromptError as ``chunk``."""
@@ -226,7 +218,7 @@ class PromptEncoder:
         return ids
 
     def _piece(self, part: Segment) -> Piece:
-        return part.text, part.is_untrusted and self._splits
+        return part.text, part.is_untrusted
 
     def _whole(self, pieces: Sequence[Piece], is_first: bool) -> Iterator[int]:
         """Return the tokens of pieces as one text; is_first: whether it begins the prompt."""
@@ -243,8 +235,6 @@ class PromptEncoder:
         self, ids: array[int], segments: Sequence[Segment], known: Sequence[KnownText]
     ) -> bool:
         """Whether special tokens come from untrusted text, too, as a normalizer may make them."""
-        if not self._splits:
-            return False
         pairs = zip(segments, known, strict=True)
         own = chain.from_iterable(one.ids for part, one in pairs if not part.is_untrusted)
         return self._specials_in(ids) != self._specials_in(array("i", own))

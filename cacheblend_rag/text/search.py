@@ -55,7 +55,7 @@ class AnchorTable:
         known.append(text)
 
     def discard(self, text: str, hashes: Hashes) -> None:
-        """Forget ``text``, whose window hashes are ``hashes``. Its mark stays until another comes."""
+        """Forget ``text``, whose window hashes are ``hashes``. Its mark stays for now."""
         anchor = int(hashes[_middle(len(hashes))])
         self._texts[anchor].remove(text)
         if not self._texts[anchor]:
