@@ -1,4 +1,4 @@
-"""Engines on the bundled model, an index over its corpus, and a small random model."""
+"""Engines on the tests' small model, an index over its corpus, and scripted answers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from toy import TOY, generate_collection
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag import (
     BlendConfig,
@@ -174,38 +171,11 @@ def acting(demo_engine: Engine) -> Any:
     return make
 
 
-@pytest.fixture(scope="session")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small random model that reads any text, always the same one."""
-    folder = tmp_path_factory.mktemp("random")
-    tokenizer = AutoTokenizer.from_pretrained(TOY)
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=32768,
-            initializer_range=0.2,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-    )
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def random_llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
+def toy_llm(request: pytest.FixtureRequest) -> CacheBlendLLM:
     """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
     return CacheBlendLLM(
-        model=random_model,
+        model=TOY,
         namespace=request.node.name,
         blend_config={"min_tokens": 0},
         max_tokens=2,

@@ -13,6 +13,7 @@ from llama_index.core import Document
 from llama_index.core.ingestion import IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode
+from toy import TOY
 
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
@@ -41,34 +42,32 @@ def outcomes(model: Path, kv_path: Path, nodes: list[BaseNode]) -> list[tuple[bo
     return [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]]
 
 
-def test_a_cached_run_over_wiped_kv_costs_time_and_no_answer(
-    random_model: Path, tmp_path: Path
-) -> None:
+def test_a_cached_run_over_wiped_kv_costs_time_and_no_answer(tmp_path: Path) -> None:
     cache = IngestionCache()
     for _ in range(2):
-        nodes = list(pipeline(random_model, tmp_path, cache).run(documents=DOCUMENTS))
-    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
+        nodes = list(pipeline(TOY, tmp_path, cache).run(documents=DOCUMENTS))
+    assert outcomes(TOY, tmp_path, nodes) == [(True, None)] * len(nodes)
     for entry in tmp_path.iterdir():  # KV, but not what is known of chunks
         if "sqlite" not in entry.name:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    again = pipeline(random_model, tmp_path, cache)
+    again = pipeline(TOY, tmp_path, cache)
     nodes = list(again.run(documents=DOCUMENTS))
-    assert outcomes(random_model, tmp_path, nodes) == [(False, "not stored")] * len(nodes)
+    assert outcomes(TOY, tmp_path, nodes) == [(False, "not stored")] * len(nodes)
     again.transformations[-1](nodes)
-    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
+    assert outcomes(TOY, tmp_path, nodes) == [(True, None)] * len(nodes)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["run", "arun"])
 def test_workers_share_one_folder(
-    asynchronous: bool, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Workers read the splitter's tokenizer anew: from LlamaIndex's copy, not from the network.
     tokenizers = Path(llama_index.core.__file__).parent / "_static" / "tiktoken_cache"
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tokenizers))
-    working = pipeline(random_model, tmp_path)
+    working = pipeline(TOY, tmp_path)
     if asynchronous:
         nodes = asyncio.run(working.arun(documents=DOCUMENTS, num_workers=2))
     else:
         nodes = working.run(documents=DOCUMENTS, num_workers=2)
     assert not working.transformations[-1].is_open
-    assert outcomes(random_model, tmp_path, list(nodes)) == [(True, None)] * len(nodes)
+    assert outcomes(TOY, tmp_path, list(nodes)) == [(True, None)] * len(nodes)

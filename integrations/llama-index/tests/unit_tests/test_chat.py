@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from llama_index.core import Document
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.node_parser import SentenceSplitter
+from toy import TOY
 
 from llama_index.llms.cacheblend import (
     CacheBlendChatMemory,
@@ -17,8 +17,8 @@ from llama_index.llms.cacheblend import (
 )
 
 
-def small_llm(model: Path, **fields: Any) -> CacheBlendLLM:
-    return CacheBlendLLM(model=model, blend_config={"min_tokens": 0}, max_tokens=2, **fields)
+def small_llm(**fields: Any) -> CacheBlendLLM:
+    return CacheBlendLLM(model=TOY, blend_config={"min_tokens": 0}, max_tokens=2, **fields)
 
 
 SPLITTER = SentenceSplitter(chunk_size=40, chunk_overlap=0)
@@ -31,8 +31,8 @@ def documents() -> list[Document]:
     ]
 
 
-def test_the_oldest_messages_are_left_out_from_a_users_message_on(random_model: Path) -> None:
-    llm = small_llm(random_model)
+def test_the_oldest_messages_are_left_out_from_a_users_message_on() -> None:
+    llm = small_llm()
     told = [
         ChatMessage(content="word " * 20, role=role)
         for role in (MessageRole.USER, MessageRole.ASSISTANT) * 3
@@ -55,19 +55,19 @@ def test_a_question_that_stands_alone_is_searched_for(acting: Any) -> None:
     assert contents[1:] == ["How heavy are stones?", "They are heavy.", "And bricks?"]
 
 
-def test_documents_are_computed_after_the_head_of_the_system_message(random_model: Path) -> None:
+def test_documents_are_computed_after_the_head_of_the_system_message() -> None:
     for mode, head in (
         ("context", "Use the context information"),
         ("condense_plus_context", "\n "),
     ):
-        llm = small_llm(random_model, namespace=f"head of {mode}")
+        llm = small_llm(namespace=f"head of {mode}")
         cacheblend_chat_engine(documents(), llm, chat_mode=mode, show_progress=False)
         assert llm.instruction
         assert llm.instruction.removeprefix("<bos>").startswith(head)
 
 
-def test_a_prompt_too_long_is_cut_between_chunks(random_model: Path) -> None:
-    llm = small_llm(random_model, namespace="whole chunks", context_window=900)
+def test_a_prompt_too_long_is_cut_between_chunks() -> None:
+    llm = small_llm(namespace="whole chunks", context_window=900)
     text = " ".join(f"Stone number {n} is heavy." for n in range(90))
     chat = cacheblend_chat_engine(
         [Document(text=text, id_="Stone")],

@@ -184,24 +184,16 @@ def test_what_tools_said_comes_back_into_the_prompt(acting: Any) -> None:
 def test_other_llms_messages_are_read() -> None:
     function = {"name": "add", "arguments": '{"a": 1}'}
     call = {"id": "1", "type": "function", "function": function}
-    thought = [
+    blocks = [
         ThinkingBlock(content="Hm."),
         TextBlock(text="Adding."),
         CachePoint.model_construct(),
+        ToolCallBlock(tool_call_id="1", tool_name="add", tool_kwargs={"a": 1}),
     ]
-    told = [
-        ChatMessage(role="assistant", additional_kwargs={"tool_calls": [call]}),
-        ChatMessage(
-            role="assistant",
-            additional_kwargs={"tool_calls": [SimpleNamespace(model_dump=lambda: call)]},
-        ),
-        ChatMessage(
-            role="assistant",
-            blocks=[
-                *thought,
-                ToolCallBlock(tool_call_id="1", tool_name="add", tool_kwargs={"a": 1}),
-            ],
-        ),
+    calls = [[call], [SimpleNamespace(model_dump=lambda: call)]]
+    told = [ChatMessage(role="assistant", additional_kwargs={"tool_calls": one}) for one in calls]
+    told += [
+        ChatMessage(role="assistant", blocks=blocks),
         ChatMessage(role="function", content="1"),
     ]
     plain = plain_messages(told)

@@ -81,14 +81,9 @@ def test_each_way_to_ask_says_what_the_engine_says(
 COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_names_of_other_libraries_are_taken(component: Any) -> None:
-    made = component(model_name="toy", base_url="http://localhost:1")
+def test_options_by_names_of_other_libraries() -> None:
+    made = CacheBlendPrecompute(model_name="toy", base_url="http://localhost:1")
     assert (made.model, made.engine) == ("toy", "http://localhost:1")
-    assert component(model=TOY, api_base=None).engine == "auto"
-
-
-def test_answers_options_by_other_names() -> None:
     llm = CacheBlendLLM(
         model=TOY, max_new_tokens=5, stop_sequences="x", additional_kwargs={"top_p": 0.9}
     )
@@ -109,10 +104,7 @@ def test_answers_options_by_other_names() -> None:
             {"blend_config": {"selectr": "s3cret"}},
             "unknown setting 'selectr' of a request (did you mean 'selector'?)",
         ),
-        ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
-        ({"engine": 3}, "engine is a int: give an open engine"),
         ({"engine": CacheBlendLLM(model=TOY)}, "give an open engine, such as llm.open()"),
-        ({"model": ""}, "name a model"),
         ({"model": None}, "model=None: name a model"),
     ],
 )
@@ -129,7 +121,6 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"context_window": 0}, "context_window must be greater than 0"),
         (
             {"temprature": 1},
             r"unknown option 'temprature' of CacheBlendLLM \(did you mean 'temperature'\?\)",
@@ -140,7 +131,6 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
             r"unknown argument 'topp' of a call \(did you mean 'top_p",
         ),
         ({"additional_kwargs": {"top_p": 2}}, "top_p=2 must be less than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens must be greater than 0"),
         ({"stop": [""]}, "stop=.* should have at least 1 character"),
     ],
 )

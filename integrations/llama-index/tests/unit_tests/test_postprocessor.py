@@ -12,16 +12,16 @@ from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 
 @pytest.fixture
-def node(random_llm: CacheBlendLLM) -> BaseNode:
+def node(toy_llm: CacheBlendLLM) -> BaseNode:
     """A node whose KV is stored."""
     document = Document(text=" ".join(f"Sentence {n} is here." for n in range(4)), id_="a")
     (found,) = SentenceSplitter().get_nodes_from_documents([document])
-    CacheBlendPrecompute.from_llm(random_llm, show_progress=False)([found])
+    CacheBlendPrecompute.from_llm(toy_llm, show_progress=False)([found])
     return found
 
 
 def test_a_node_changed_after_indexing_is_named_in_the_report(
-    random_llm: CacheBlendLLM, node: BaseNode
+    toy_llm: CacheBlendLLM, node: BaseNode
 ) -> None:
     old = node.get_content()
     for text, expected in (
@@ -32,14 +32,14 @@ def test_a_node_changed_after_indexing_is_named_in_the_report(
     ):
         node.set_content(text)
         found = [NodeWithScore(node=node, score=1.0)]
-        CacheBlendPostprocessor(llm=random_llm).postprocess_nodes(found)
-        response = random_llm.complete(text or "So.", formatted=True)
+        CacheBlendPostprocessor(llm=toy_llm).postprocess_nodes(found)
+        response = toy_llm.complete(text or "So.", formatted=True)
         chunks = response.additional_kwargs["cacheblend"]["chunks"]
         assert [(chunk["hit"], chunk["reason"]) for chunk in chunks] == expected
 
 
-def test_it_is_serialized_with_its_llm(random_llm: CacheBlendLLM) -> None:
-    told = CacheBlendPostprocessor(llm=random_llm, order="reverse").to_dict()
+def test_it_is_serialized_with_its_llm(toy_llm: CacheBlendLLM) -> None:
+    told = CacheBlendPostprocessor(llm=toy_llm, order="reverse").to_dict()
     assert told["order"] == "reverse"
     assert told["llm"]["class_name"] == "CacheBlendLLM"
     json.dumps(told)

@@ -30,8 +30,8 @@ TWO = "The second passage tells of Oscar Lund, who works as a baker and was born
 
 
 @pytest.fixture
-def llm(random_llm: CacheBlendLLM) -> CacheBlendLLM:
-    return random_llm
+def llm(toy_llm: CacheBlendLLM) -> CacheBlendLLM:
+    return toy_llm
 
 
 def documents() -> list[Document]:

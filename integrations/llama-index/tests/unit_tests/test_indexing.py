@@ -1,27 +1,35 @@
+"""What an index does: KV is computed when nodes are indexed, and evicted with their documents."""
+
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import faiss
 import pytest
-from llama_index.core import Document
+from llama_index.core import Document, MockEmbedding
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.vector_stores.faiss import FaissMapVectorStore
 from toy import TOY
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
-from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute, CacheBlendVectorStore
 from llama_index.llms.cacheblend.indexing import source_documents
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 
 
 @pytest.fixture
-def precompute(random_model: Path, tmp_path: Path) -> CacheBlendPrecompute:
-    return CacheBlendPrecompute(model=random_model, kv_path=tmp_path / "kv", **SMALL)
+def precompute(tmp_path: Path) -> CacheBlendPrecompute:
+    return CacheBlendPrecompute(model=TOY, kv_path=tmp_path / "kv", **SMALL)
 
 
 def split(text: str, name: str = "doc", size: int = 40) -> list[BaseNode]:
@@ -96,35 +104,29 @@ def test_bad_nodes_are_skipped_and_named(
     assert found(precompute.open(), texts["good"]) == [(True, None)]
 
 
-def test_it_shares_the_engine_of_its_llm(random_model: Path) -> None:
-    llm = CacheBlendLLM(model=random_model, system_prompt="Be brief.", is_chat_model=False)
+def test_it_shares_the_engine_of_its_llm() -> None:
+    llm = CacheBlendLLM(model=TOY, system_prompt="Be brief.", is_chat_model=False)
     precompute = CacheBlendPrecompute.from_llm(llm)
     assert precompute.instruction == llm.resolve_instruction()
     assert precompute.instruction.startswith("Be brief.")
     assert precompute.open() is llm.open()
-    other = CacheBlendLLM(model=random_model, namespace="outliving")
-    engine = CacheBlendPrecompute.from_llm(other).open()
-    assert other.open() is engine
     given = CacheBlendLLM(engine=llm.open())
     assert CacheBlendPrecompute.from_llm(given).open() is llm.open()
 
 
-@pytest.mark.parametrize("open_engine", [False, True])
-def test_what_no_worker_could_share_is_not_pickled(random_model: Path, open_engine: bool) -> None:
-    fields: dict[str, Any] = {"model": random_model}
-    if open_engine:
-        fields = {"engine": CacheBlendLLM(model=random_model).open()}
-    with pytest.raises(ConfigError, match="kv_path"):
-        pickle.dumps(CacheBlendPrecompute(**fields))
+def test_what_no_worker_could_share_is_not_pickled() -> None:
+    for fields in ({"model": TOY}, {"engine": CacheBlendLLM(model=TOY).open()}):
+        with pytest.raises(ConfigError, match="kv_path"):
+            pickle.dumps(CacheBlendPrecompute(**fields))
 
 
-def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> None:
+def test_what_changes_the_kv_changes_the_ingestion_key() -> None:
     def key(**fields: Any) -> str:
-        return str(CacheBlendPrecompute(**{"model": random_model, **fields}).to_dict())
+        return str(CacheBlendPrecompute(**{"model": TOY, **fields}).to_dict())
 
     plain = key()
     changes: list[dict[str, Any]] = [
-        {"model": TOY},
+        {"model": "/other"},
         {"kv_path": "kv"},
         {"instruction": "Read:"},
         {"namespace": "other"},
@@ -141,12 +143,10 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
     assert key(store=StoreConfig(kv_path="kv")) == key(kv_path="kv")
 
 
-def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
-    llm = CacheBlendLLM(model=random_model)
+def test_what_the_llm_has_settled_is_refused() -> None:
+    llm = CacheBlendLLM(model=TOY)
     with pytest.raises(ConfigError, match="namespace: fixed by the llm: leave it out"):
         CacheBlendPrecompute.from_llm(llm, namespace="other")
-    with pytest.raises(ConfigError, match="store: fixed by the llm: leave it out"):
-        CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())
 
@@ -168,3 +168,40 @@ def test_offsets_order_nodes_and_a_missing_neighbour_makes_a_part() -> None:
     cut.relationships[NodeRelationship.PREVIOUS] = RelatedNodeInfo(node_id="a")
     (part, alone) = source_documents([cut, node("alone", source=None)])
     assert (part.whole, alone.document_id) == (False, "alone")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_pipelines_upsert_and_delete(asynchronous: bool, precompute: CacheBlendPrecompute) -> None:
+    vectors = FaissMapVectorStore(faiss.IndexIDMap2(faiss.IndexFlatL2(4)))
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(), precompute, MockEmbedding(4)],
+        vector_store=CacheBlendVectorStore(vectors, precompute),
+        docstore=SimpleDocumentStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+
+    def known_after(**texts: str) -> set[str]:
+        given = [Document(text=text, id_=name) for name, text in texts.items()]
+        if asynchronous:
+            asyncio.run(pipeline.arun(documents=given))
+        else:
+            pipeline.run(documents=given)
+        registry = precompute.open().registry
+        return {chunk.text for name in ("a", "b", "c") for chunk in registry.document(name)}
+
+    stone, brick, board, metal = (sentences(2, word) for word in ("stone", "brick", "board", "tin"))
+    assert known_after(a=stone, b=brick, c=board) == {stone, brick, board}
+    assert known_after(a=metal, b=brick) == {metal, brick}
+    assert found(precompute.open(), brick) == [(True, None)]
+    assert found(precompute.open(), board) == []
+
+
+def test_clearing_evicts_what_the_store_can_list(
+    precompute: CacheBlendPrecompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [*split(sentences(2), "a"), *split(sentences(2), "b")]
+    precompute(nodes)
+    monkeypatch.setattr(SimpleVectorStore, "get_nodes", lambda self: nodes[:1])
+    CacheBlendVectorStore(SimpleVectorStore(), precompute).clear()
+    registry = precompute.open().registry
+    assert [bool(registry.document(name)) for name in "ab"] == [False, True]
