@@ -15,7 +15,7 @@ VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/famil
 	tests/engines/vllm tests/real/test_both_engines.py tests/examples/test_observed_server.py
 # Run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,test_load.py connector/test_kv_groups.py connector/test_gpu_defaults.py)
-PROGRAMS := redis-server nginx prometheus npm chromium
+PROGRAMS := redis-server nginx npm chromium
 INTEGRATIONS := integrations/llama-index integrations/langchain
 .PHONY: help setup demo test test-core test-vllm test-integrations lint docs format $(PROGRAMS) $(INTEGRATIONS)
 

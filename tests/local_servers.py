@@ -10,10 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from http.client import HTTPConnection
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Self
 
 from cacheblend_rag import EngineUnavailableError
@@ -26,7 +24,6 @@ S3_CREDENTIALS: Mapping[str, str] = {
 }  # fmt: skip
 """moto lets everybody in, but asks for a name."""
 GET_REDIS = "apt-get install -y redis-server"
-GET_PROMETHEUS = "apt-get install -y --no-install-recommends prometheus"
 GET_S3 = "pip install 'moto[s3]' flask flask-cors"
 
 
@@ -102,39 +99,14 @@ def s3_server() -> Server:
     return server
 
 
-def prometheus_server(config: Path, folder: Path) -> Server:
-    """Start a Prometheus with a configuration; it keeps what it scrapes in a folder.
-
-    Raises EngineUnavailableError when it is not installed.
-    """
-    found = shutil.which("prometheus")
-    if found is None:
-        raise EngineUnavailableError(f"prometheus is not installed: {GET_PROMETHEUS}")
-    address = f"--web.listen-address={HOST}:{{port}}"
-    return Server([found, f"--config.file={config}", f"--storage.tsdb.path={folder}", address])
-
-
 def redis_url(server: Server, options: str = "") -> str:
     """Return the URL of a tier on a Redis server, with options as in a query."""
     return f"redis://{HOST}:{server.port}/0?{options}"
 
 
-def own_redis(stack: ExitStack, options: str = "timeout=60") -> str:
-    """Start a Redis for as long as ``stack`` lasts; returns the URL of a tier there.
-
-    Raises EngineUnavailableError without one.
-    """
-    return redis_url(stack.enter_context(redis_server()), options)
-
-
 def s3_url(server: Server, prefix: str, options: str = "") -> str:
     """Return the URL of a tier on an S3 endpoint, with options as in a query."""
     return f"s3://{BUCKET}/{prefix}?endpoint={server.address}&{options}"
-
-
-def own_s3(stack: ExitStack, options: str = "timeout=60") -> str:
-    """As own_redis, for an S3 endpoint."""
-    return s3_url(stack.enter_context(s3_server()), "bench", options)
 
 
 def free_port() -> int:

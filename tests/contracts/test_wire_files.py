@@ -11,16 +11,16 @@ import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cacheblend_rag import (
     BlendConfig,
     ConfigError,
+    Engine,
     Generation,
     ModelLoadError,
     SamplingParams,
@@ -28,8 +28,8 @@ from cacheblend_rag import (
     UnsupportedModelError,
     open_engine,
 )
+from tests.contracts.places import Place, Servers
 from tests.contracts.wire import cut
-from tests.local_servers import BUCKET, HOST, own_redis, own_s3
 from tests.model_names.tiny_gguf import tiny_llama, write_gguf
 from tests.models import make_model, make_tokenizer, words
 
@@ -43,72 +43,33 @@ PROMPT = f"{words(5, seed=2)} {CHUNK} {words(3, seed=3)}"
 LIKELY = SamplingParams(max_tokens=2, logprobs=0, temperature=0.0)
 
 
-class Folder:
-    """A disk tier, whose objects are files."""
-
-    share = 1.0
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        self._folder = folder
-        self.url = f"disk://{folder}"
-
-    def read(self) -> tuple[Any, bytes]:
-        """Return the name of the chunk's object, and its bytes."""
-        found = filter(Path.is_file, self._folder.rglob("*.safetensors"))
-        last = max(found, key=lambda one: one.stat().st_mtime_ns)
-        return last, last.read_bytes()
-
-    def write(self, name: Any, value: bytes) -> None:
-        name.write_bytes(value)
+SHARES = {"disk": 1.0, "redis": 0.3, "s3": 0.15}
+"""Of CASES that are tried in each kind of place."""
 
 
-class Redis:
-    """A Redis, whose objects are values."""
-
-    share = 0.3
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        redis = pytest.importorskip("redis")
-        self.url = own_redis(stack)
-        self._client = redis.Redis.from_url(self.url.partition("?")[0])
-
-    def read(self) -> tuple[Any, bytes]:
-        values = {
-            name: self._client.get(name)
-            for name in self._client.scan_iter()
-            if self._client.type(name) == b"string"
-        }
-        name = max(values, key=lambda one: len(values[one]))
-        return name, values[name]
-
-    def write(self, name: Any, value: bytes) -> None:
-        self._client.set(name, value)
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with Servers() as started:
+        yield started
 
 
-class S3:
-    """An S3 bucket, whose objects are objects."""
-
-    share = 0.15
-
-    def __init__(self, stack: ExitStack, folder: Path) -> None:
-        boto3 = pytest.importorskip("boto3")
-        self.url = own_s3(stack)
-        port = self.url.partition(f"{HOST}:")[2].partition("&")[0]
-        self._client = boto3.client("s3", endpoint_url=f"http://{HOST}:{port}")
-
-    def read(self) -> tuple[Any, bytes]:
-        found = self._client.list_objects_v2(Bucket=BUCKET)["Contents"]
-        name = max(found, key=lambda one: one["Size"])["Key"]
-        return name, self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
-
-    def write(self, name: Any, value: bytes) -> None:
-        self._client.put_object(Bucket=BUCKET, Key=name, Body=value)
+@pytest.fixture(params=SHARES)
+def place(request: pytest.FixtureRequest, servers: Servers, tmp_path: Path) -> Place:
+    return servers.place(request.param, tmp_path / "kv")
 
 
-@pytest.fixture(params=[Folder, Redis, S3], ids=lambda place: place.__name__)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
-    with ExitStack() as stack:
-        yield request.param(stack, tmp_path / "kv")
+@pytest.fixture
+def engine(place: Place) -> Iterator[Engine]:
+    given = {"model": make_model(), "tokenizer": make_tokenizer(), "config": REUSE}
+    with closing(open_engine("transformers", **given, tiers=[place.url("timeout=60")])) as opened:
+        yield opened
+
+
+def stored(engine: Engine, place: Place) -> tuple[str, bytes]:
+    """Store the chunk, and return the name of its object with its bytes."""
+    engine.precompute([CHUNK], progress=False)
+    ((name, value),) = place.objects().items()
+    return name, value
 
 
 def likely(answer: Generation) -> list[float]:
@@ -116,59 +77,42 @@ def likely(answer: Generation) -> list[float]:
     return [token.logprob for token in answer.logprobs]
 
 
-def test_a_stored_object_is_used_as_it_was_stored_or_not_at_all(place: Any) -> None:
+def test_a_stored_object_is_used_as_it_was_stored_or_not_at_all(
+    engine: Engine, place: Place
+) -> None:
     """Whatever of it is changed: then the answer is that of ordinary prefill, and says why."""
-    model, draw, told = make_model(), random.Random(5), Counter[str]()
-    with closing(
-        open_engine(
-            "transformers",
-            model=model,
-            tokenizer=make_tokenizer(),
-            config=REUSE,
-            tiers=[place.url],
-        )
-    ) as engine:
-        engine.precompute([CHUNK], progress=False)
-        ways = (engine.generate, engine.generate_full)
-        used, full = (likely(ask(PROMPT, LIKELY)) for ask in ways)
-        assert used != full
-        for _ in range(round(CASES * place.share)):
-            engine.precompute([CHUNK], progress=False)
-            name, value = place.read()
-            begin = draw.choice([len(value), 1024])
-            place.write(name, cut(value[:begin], draw) + value[begin:])
-            answer = engine.generate(PROMPT, LIKELY)
-            (chunk,) = answer.report.chunks
-            told[str(chunk.reason)] += 1
-            assert likely(answer) == (used if chunk.hit else full)
-            assert chunk.hit == (chunk.reason is None)
-        assert told["damaged"] > sum(told.values()) / 2
-        engine.precompute([CHUNK], progress=False)
-        assert likely(engine.generate(PROMPT, LIKELY)) == used
+    draw, told = random.Random(5), Counter[str]()
+    stored(engine, place)
+    used, full = (likely(ask(PROMPT, LIKELY)) for ask in (engine.generate, engine.generate_full))
+    assert used != full
+    for _ in range(round(CASES * SHARES[place.kind])):
+        name, value = stored(engine, place)
+        begin = draw.choice([len(value), 1024])
+        place.put(name, cut(value[:begin], draw) + value[begin:])
+        answer = engine.generate(PROMPT, LIKELY)
+        (chunk,) = answer.report.chunks
+        told[str(chunk.reason)] += 1
+        assert likely(answer) == (used if chunk.hit else full)
+        assert chunk.hit == (chunk.reason is None)
+    assert told["damaged"] > sum(told.values()) / 2
+    stored(engine, place)
+    assert likely(engine.generate(PROMPT, LIKELY)) == used
 
 
-def test_a_number_of_a_stored_head_that_is_another_is_not_used(place: Any) -> None:
+def test_a_number_of_a_stored_head_that_is_another_is_not_used(
+    engine: Engine, place: Place
+) -> None:
     """Such as where the chunk stood, how many tokens it has, and where its bytes are."""
-    with closing(
-        open_engine(
-            "transformers",
-            model=make_model(),
-            tokenizer=make_tokenizer(),
-            config=REUSE,
-            tiers=[place.url],
-        )
-    ) as engine:
-        engine.precompute([CHUNK], progress=False)
-        name, value = place.read()
-        numbers = [*re.finditer(rb'(?<=["\[,])[0-9]{1,9}(?=["\],])', value[:2048])]
-        assert len(numbers) > 5
-        for number in numbers:
-            at = number.end() - 1
-            other = b"1" if value[at : at + 1] == b"0" else b"0"
-            place.write(name, value[:at] + other + value[at + 1 :])
-            (chunk,) = engine.generate(PROMPT, LIKELY).report.chunks
-            assert not chunk.hit, number
-            assert engine.precompute([CHUNK], progress=False).computed == 1
+    name, value = stored(engine, place)
+    numbers = [*re.finditer(rb'(?<=["\[,])[0-9]{1,9}(?=["\],])', value[:2048])]
+    assert len(numbers) > 5
+    for number in numbers:
+        at = number.end() - 1
+        other = b"1" if value[at : at + 1] == b"0" else b"0"
+        place.put(name, value[:at] + other + value[at + 1 :])
+        (chunk,) = engine.generate(PROMPT, LIKELY).report.chunks
+        assert not chunk.hit, number
+        assert engine.precompute([CHUNK], progress=False).computed == 1
 
 
 # GGUF files
@@ -248,7 +192,7 @@ def test_a_model_file_is_loaded_or_refused_in_a_line_and_takes_no_memory(
 ) -> None:
     draw, read = random.Random(7), 0
     header = gguf.index(b"output_norm.weight") + 64
-    for case in range(CASES // 3):
+    for case in range(CASES // 6):
         file = tmp_path / f"{case}.gguf"
         file.write_bytes(cut(gguf[:header], draw) + gguf[header:])
         said, peak = opened(file)
@@ -256,7 +200,7 @@ def test_a_model_file_is_loaded_or_refused_in_a_line_and_takes_no_memory(
         assert "\n" not in said
         assert peak < 64 << 20
         read += not said
-    assert 0 < read < CASES // 3
+    assert 0 < read < CASES // 6
 
 
 def opened(file: Path) -> tuple[str, int]:
