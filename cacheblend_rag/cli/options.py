@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +11,6 @@ import typer
 from cacheblend_rag.errors import ConfigError, ModelLoadError, PromptError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag import FILE_NAME, KV_NAME
-
-
-def finite(value: float | None) -> float | None:
-    """Refuse NaN, which typer's ranges accept; return any other number."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is not a number")
-    return value
-
 
 ModelOption = Annotated[
     str,

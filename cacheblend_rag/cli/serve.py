@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 KINDS = (AUTO, VLLM, EMBEDDED)
 MODULES = ("fastapi", "uvicorn")
-OWN = {"engine", "model", "kv_path", "guard", "find", "tenants"}
+OWN = {"engine", "model", "kv_path", "tenants"}
 """Settings that options of this command give."""
 OF_RETRIEVAL = {"top_k", "order", "cite"}
-OF_COLLECTIONS = {"device", "profile", "order"}
+OF_COLLECTIONS = {"device", "profile", "guard"}
 """Settings beside the store's that a collection leaves open."""
 
 
@@ -122,22 +122,6 @@ def serve_command(
             help="Only print keys for --tenants.",
         ),
     ] = None,
-    find: Annotated[
-        str | None,
-        typer.Option(
-            help="Search prompts for stored chunks: on, asked or off.",
-            show_default="on",
-        ),
-    ] = None,
-    guard: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=1,
-            callback=options.finite,
-            help="Share of blended answers to compare with full prefill.",
-        ),
-    ] = None,
     collection: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Answer from a collection made by `index`."),
@@ -165,7 +149,6 @@ def serve_command(
             address,
             {**found, "fill_on_miss": True} | ({} if engine == AUTO else {"engine": engine}),
             own,
-            guard=guard,
         )
         return
     for name in own.given().keys() & OF_RETRIEVAL:
@@ -177,7 +160,6 @@ def serve_command(
         )
     if tenants is not None:
         serve_vllm.check_tenants(tenants, found.get("namespace"), context.args)
-    found |= {} if guard is None else {"guard": guard}
     is_here = _picked(engine, model, found.get("device")) == EMBEDDED
     if is_here:
         _refuse_of_vllm(context, "this is served by the embedded engine")
@@ -185,7 +167,6 @@ def serve_command(
         _allow(found, allowed, "a setting of vLLM, and the embedded engine serves here")
         _check(host)
     else:
-        found |= {} if find is None else {"find": find}
         allowed = names_of(ConnectorSettings) - {"replicas"} | names_of(StoreConfig)
         _allow(found, allowed, "not a setting of vLLM's server, which has options for its own")
     kept = _store(found, kv_path)
@@ -225,7 +206,7 @@ def _refuse_of_vllm(context: typer.Context, why: str) -> None:
     if serve_vllm.KEY_FLAG in given:
         raise ConfigError(f"{serve_vllm.KEY_FLAG}: an option of vLLM, set {KEY_VARIABLE} instead")
     told = f"an option of vLLM, and {why}: leave it out, or give --engine vllm"
-    options.refuse(context, ("tenants", "find"), told)
+    options.refuse(context, ("tenants",), told)
     if given:
         name = given[0].removeprefix("--").replace("-", "_")
         known = name in names_of(EngineConfig) | names_of(StoreConfig)
@@ -291,8 +272,6 @@ def _serve_collection(
     address: Address,
     given: Mapping[str, Any],
     own: ServerSettings,
-    *,
-    guard: float | None,
 ) -> None:
     """Serve a collection: chats are answered from its passages; given: as for Asker."""
     _check(address.host)
@@ -303,9 +282,7 @@ def _serve_collection(
     with asker:
         from cacheblend_rag.api.app import create_app
         from cacheblend_rag.api.collection import Retriever, name_of
-        from cacheblend_rag.settings import GuardConfig
 
-        asker.engine.guard = None if guard is None else GuardConfig.of(guard)
         retriever = Retriever(asker, own.top_k, own.order, own.cite)
         name = name_of(folder)
         made = create_app(asker.engine, name=name, retriever=retriever, documents=False)

@@ -49,9 +49,10 @@ def served_here(monkeypatch):
 
 
 def test_without_a_gpu_the_embedded_engine_is_served(cli, executed, served_here, tmp_path):
-    options = ("--port", 9001, "--kv-path", tmp_path / "kv", "--guard", 0.5)
+    options = ("--port", 9001, "--kv-path", tmp_path / "kv")
     names = (
         "namespace=mine",
+        "guard=0.5",
         "profile=speed",
         "dtype=float16",
         "max_body_mib=3",
@@ -134,8 +135,8 @@ def test_further_names_of_the_server_are_for_the_middleware(
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
-    options = ("--kv-path", tmp_path / "kv", "--port", 9001, "--guard", 0.02, "--find", "asked")
-    names = ("disk_bytes=0.5GiB", "slice_seconds=0.05", "profile=speed")
+    options = ("--kv-path", tmp_path / "kv", "--port", 9001)
+    names = ("guard=0.02", "find=asked", "disk_bytes=0.5GiB", "slice_seconds=0.05", "profile=speed")
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
     outcome = cli("serve", TOY, *ON_VLLM, *options, *set_to(*names), *flags)
     assert outcome.code == 0, outcome.stderr

@@ -193,7 +193,7 @@ WRONG = {
     (*SERVED, "--kv-path", "{new}"): "--kv-path: a collection has its own",
     (*SERVED, "--set", "namespace=mine"): "--set namespace: a collection has its own",
     (*SERVED, "--set", "order=random"): "order='random' must be 'score', 'document' or",
-    (*SERVED, "--find", "off"): "--find: an option of vLLM, and --collection is",
+    (*SERVED, "--set", "find=off"): "--set find: a collection",
     (*SERVED, "--host", "10.0.0.1"): "set VLLM_API_KEY to a key that clients must send",
     ("serve", TOY, "--collection", "{collection}"): "MODEL: a collection has its own",
     ("serve", "--collection", "{notes}"): "holds no collection",

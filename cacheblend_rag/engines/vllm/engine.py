@@ -131,7 +131,7 @@ class VLLMEngine(Engine):
             fill_on_miss: whether registered chunks whose KV a request missed, and passages that
                 began several prompts, are computed while vLLM does nothing else.
             guard: how the quality of blended answers is watched; None is as the server was started
-                (``serve --guard``), by default not at all.
+                (``guard``), by default not at all.
 
         Raises:
             ConfigError: when a setting is wrong, or namespace or vocabulary are not vLLM's.

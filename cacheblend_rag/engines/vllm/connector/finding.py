@@ -44,7 +44,7 @@ MISSING: Reason = Miss.NOT_STORED
 """The miss reason of a chunk that is in no tier."""
 SERVERS_OWN = Wish()
 """What requests without a wish get, where the server searches all prompts."""
-NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (serve --find off)")
+NEVER = Reason(ReasonCode.UNSUPPORTED_REQUEST, "the server searches no prompts (find=off)")
 
 
 class Tenants:

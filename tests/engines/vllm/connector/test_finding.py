@@ -275,7 +275,7 @@ def test_who_is_searched(
     [told] = ask(engine, prompt, params=params, salt=uuid.uuid4().hex)
     assert (told.cached > 0) == blends
     if mode == "off" and params is not None:
-        assert "serve --find off" in told.params[PARAMETER]["reason"][1]
+        assert "find=off" in told.params[PARAMETER]["reason"][1]
 
 
 def test_a_strangers_request_carries_no_job(engine: InProcessEngine) -> None:
