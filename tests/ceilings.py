@@ -81,8 +81,8 @@ def circles() -> Iterator[set[str]]:
 def options(command: Any, name: str = "") -> Iterator[tuple[str, int]]:
     """Yield each command with the number of its options, ``--help`` aside."""
     if hasattr(command, "commands"):
-        for one, below in sorted(command.commands.items()):
-            yield from options(below, f"{name} {one}".strip())
+        for one in sorted(command.commands):
+            yield from options(command.get_command(None, one), f"{name} {one}".strip())
     else:
         kinds = [p.param_type_name for p in command.params if p.name != "help"]
         yield name, kinds.count("option")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -41,29 +42,10 @@ _UsageError: Any = typer.BadParameter.__base__
 _HELP_INSTEAD = "NoArgsIsHelpError"
 
 
-class _Loaded(Mapping[str, Any]):
-    """Click's commands by name; a command's module is imported when the command is looked up."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            self._loaded[name] = _load(name, PLACES[name])
-        return self._loaded[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in PLACES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(PLACES)
-
-    def __len__(self) -> int:
-        return len(PLACES)
-
-
-def _load(name: str, place: str) -> Any:
-    module_name, _, attribute = place.partition(".")
+@cache
+def _load(name: str) -> Any:
+    """Return Click's command, importing its module."""
+    module_name, _, attribute = PLACES[name].partition(".")
     module = import_module(f"cacheblend_rag.cli.{module_name}")
     found, alone = getattr(module, attribute), typer.Typer(rich_markup_mode=None)
     if isinstance(found, typer.Typer):
@@ -74,11 +56,14 @@ def _load(name: str, place: str) -> Any:
 
 
 class _Commands(TyperGroup):
-    """Prints usage errors and this package's errors as one line, with exit code 2."""
+    """Loads a command when it is looked up; prints errors as one line, with exit code 2."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Loaded()
+        self.commands: Any = PLACES
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _load(cmd_name) if cmd_name in PLACES else None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with errors_in_one_line():

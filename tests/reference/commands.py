@@ -29,7 +29,7 @@ def commands_page() -> str:
 def _sections(command: Any, name: str) -> Iterator[str]:
     if hasattr(command, "commands"):
         for one in command.commands:
-            yield from _sections(command.commands[one], f"{name} {one}".strip())
+            yield from _sections(command.get_command(None, one), f"{name} {one}".strip())
         return
     context = command.make_context(name, [], resilient_parsing=True)
     usage = " ".join(command.collect_usage_pieces(context))
