@@ -10,7 +10,6 @@ from typing import Any, cast
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.answering import Hints
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.guard import as_served
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, TurnPrompt
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.store import TieredKVStore
@@ -205,9 +204,8 @@ class _Request:
     def _trial(self, config: BlendConfig, answer: tuple[int, ...]) -> Trial:
         traced = config.with_changes(trace=True, cost_model=False, reuse_prefix=False)
         report = self._generated(Rule("trial", traced), 1).report
-        served = as_served(traced)
         compared = report.blended and self.engine.compare_with_full_prefill(
-            self.prompt, answer, config=served, with_documents=True
+            self.prompt, answer, config=traced, with_documents=True
         )
         return Trial(report, max(0.0, compared.blend - compared.prefill) if compared else None)
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.guard import as_served
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -242,8 +241,7 @@ class _Loop:
         told = self._answer(rule, prompt, self._greedy)
         compared = None
         if self.compare and full and rule.config and told.report.blended:
-            config = as_served(rule.config)
-            compared = engine.compare_with_full_prefill(asked, full.token_ids, config=config)
+            compared = engine.compare_with_full_prefill(asked, full.token_ids, config=rule.config)
         return self._measured(rule, prompt, told, Fidelity(compared.blend) if compared else None)
 
     def _warm(self, rule: Rule, prompt: Prompt) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 
@@ -11,7 +10,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, TransformersEngine
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.errors import ConfigError, DatasetError, PromptError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prefill.comparing import Comparison
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, PromptFrame
 from cacheblend_rag.quality.evaluate import beside, evaluate, read_rules, reuse, rule_of
@@ -190,17 +189,6 @@ def test_each_rule_takes_one_prefill():
     assert Counting.calls == 2 * 3
 
 
-def test_chunks_that_others_stored_stay_in_the_store():
-    engine = make_engine()
-    engine.precompute(DOCUMENTS, progress=False)
-    rows_of([REUSE], WHOLE, engine)
-    assert len(list(engine.store.keys())) == len(CHUNKS)
-    for document in DOCUMENTS:
-        engine.evict_document(document.document_id)
-    rows_of([REUSE], WHOLE, engine)
-    assert list(engine.store.keys()) == []
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     path, rules = tmp_path / "results.jsonl", [REUSE, RANDOM]
 
@@ -226,15 +214,6 @@ def test_other_settings_are_other_results(tmp_path):
         assert len(list(log)) == 4 * known
 
 
-def test_a_file_that_is_no_log_is_one_line(tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text(json.dumps({"question": "Who?"}) + "\n")
-    with pytest.raises(DatasetError, match="line 1 is not a result of this evaluation"):
-        RecordLog.resumed(path)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        RecordLog.resumed(tmp_path / "nowhere" / "results.jsonl")
-
-
 # Rules
 
 
@@ -249,19 +228,6 @@ def test_rules_are_read_and_laid_over_the_settings():
     assert (drawn.config.selector_options, hkvd.config.selector_options) == ({"seed": 2}, {})
     assert (hkvd.config.check_layers, again.config.ratio) == ((2,), 0.2)
     assert not hkvd.config.cost_model
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("guess=0.1", "selector='guess'"),
-        ("hkvd=2", "recompute_ratio=2"),
-        ("hkvd", "rule 'hkvd' must be SELECTOR=RATIO"),
-    ],
-)
-def test_wrong_rules_are_refused(text, told):
-    with pytest.raises(ConfigError, match=told):
-        read_rules(text, BASE, "document")
 
 
 def test_rules_stand_beside_what_they_are_held_against():

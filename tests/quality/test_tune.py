@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import TieredKVStore
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality import measure as measuring
 from cacheblend_rag.quality.tune import Bar, mixed, tune_model
 from cacheblend_rag.settings import BlendConfig, Profile
@@ -41,6 +39,8 @@ def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: str, tmp_path: 
     tried = [one.rule.name for one in found.tried]
     assert {"instruction reuse", "document question_mid=0.08", "document hkvd=0.25"} < {*tried}
     assert len(tried) == 8
+    speedups = [one.row.ttft_speedup.value for one in found.tried]
+    assert speedups == sorted(speedups, reverse=True)
     held = {one.rule.name for one in found.tried if one.holds}
     assert "document reuse" in held
     assert "instruction reuse" not in held
@@ -51,22 +51,6 @@ def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: str, tmp_path: 
     assert again.blended(BlendConfig()).ratio == 0.0
     assert (again.measured["bar"], again.measured["prompts"]) == (bar.partition("=")[0], 3)
     assert found.to_dict()["profile"] == again.to_dict()
-
-
-def test_a_model_that_blending_ruins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = TieredKVStore.put
-
-    def scrambled(store: TieredKVStore, key: Any, kv: Any) -> Any:
-        return put(store, key, ChunkKV.of(kv.keys, kv.values.flip(2), kv.position, kv.prior))
-
-    monkeypatch.setattr(TieredKVStore, "put", scrambled)
-    found = tune_model(TOY, DATA, rules="none=0,prior=0.25", bar="fidelity")
-    assert [one.rule.name for one in found.tried] == ["document reuse", "document prior=0.25"]
-    assert (found.outcome, found.profile) == ("do not blend", None)
-    assert found.advice.startswith("do not blend this model on such questions")
-    assert not any(one.holds for one in found.tried)
-    speedups = [one.row.ttft_speedup.value for one in found.tried]
-    assert speedups == sorted(speedups, reverse=True)
 
 
 def test_answers_that_the_model_never_gives_are_no_measure() -> None:
