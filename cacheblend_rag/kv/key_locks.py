@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from threading import Lock
 from weakref import WeakValueDictionary
 
@@ -23,25 +23,18 @@ class KeyLocks:
         """Return how many keys' locks are held or waited for."""
         return len(self._locks)
 
-    @contextmanager
-    def held(self, *keys: KVKey) -> Iterator[None]:
-        """Hold the keys' locks, always taken in one order, so that there is no deadlock."""
-        with ExitStack() as stack:
-            for key in sorted(set(keys), key=str):
-                stack.enter_context(self._lock(key))
-            yield
+    def held(self, key: KVKey) -> Lock:
+        """Return a key's lock, which a ``with`` statement holds."""
+        with self._changing:
+            return self._locks.setdefault(key, Lock())
 
     @contextmanager
     def tried(self, key: KVKey) -> Iterator[bool]:
         """Hold a key's lock if it is free; yields whether it is, without waiting."""
-        lock = self._lock(key)
+        lock = self.held(key)
         is_held = lock.acquire(blocking=False)
         try:
             yield is_held
         finally:
             if is_held:
                 lock.release()
-
-    def _lock(self, key: KVKey) -> Lock:
-        with self._changing:
-            return self._locks.setdefault(key, Lock())

@@ -170,6 +170,8 @@ class TieredKVStore:
     def get(self, key: KVKey, *, promote: bool = True) -> Lookup:
         """Read one chunk from the fastest tier that has it; the tensors must not be written to.
 
+        ``fetch`` reads a prompt's chunks.
+
         Args:
             key: the chunk to read.
             promote: copy a chunk found in a slower tier into faster ones that keep such chunks.
@@ -177,26 +179,10 @@ class TieredKVStore:
         Returns:
             The chunk and its tier, or the reason why there is none.
         """
-        return self.get_many([key], promote=promote)[0]
-
-    def get_many(self, keys: Iterable[KVKey], *, promote: bool = True) -> list[Lookup]:
-        """As get, for many keys at once, in their order: each tier is asked once for all of them.
-
-        All of them are in memory together; ``fetch`` reads a prompt's chunks a few at a time.
-
-        Args:
-            keys: chunks to read; one that is named twice is read once.
-            promote: as for get.
-
-        Returns:
-            One lookup per key.
-        """
-        wanted = list(keys)
         if promote:
-            self.reads.see(wanted)
-        with self.locks.held(*wanted):
-            found = self._chunks.get_many(wanted, promote=promote)
-        return [found[key] for key in wanted]
+            self.reads.see([key])
+        with self.locks.held(key):
+            return self._chunks.get(key, promote=promote)
 
     def fetch(
         self,

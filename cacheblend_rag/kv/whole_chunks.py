@@ -36,25 +36,23 @@ class WholeChunks:
             missing = [key for key in missing if key not in held]
         return held
 
-    def get_many(self, keys: Iterable[KVKey], *, promote: bool) -> dict[KVKey, Lookup]:
-        """Read chunks, under their locks.
+    def get(self, key: KVKey, *, promote: bool) -> Lookup:
+        """Read a chunk, under its lock.
 
-        promote: whether found chunks are kept in faster tiers.
+        promote: whether it is kept in faster tiers.
         """
-        found = dict.fromkeys(keys, Lookup(None, None, Miss.NOT_STORED))
+        found = Lookup(None, None, Miss.NOT_STORED)
         for depth, tier in enumerate(self._tiers):
-            missing = [key for key, got in found.items() if got.kv is None]
-            for key, read in zip(missing, tier.get_many(missing), strict=True):
-                if isinstance(read, StoreError):
-                    reason = miss_of(read)
-                    failed = tier.name if reason == Miss.STORE_ERROR else None
-                    found[key] = Lookup(None, failed, reason)
-                elif read is not None and self._expiry.is_past(tier, key, read.written_at):
-                    tier.evict(key, "expired")
-                elif read is not None:
-                    found[key] = Lookup(read.kv, tier.name, None)
-                    if promote:
-                        keep_in(self._tiers[:depth], key, read)
+            read = tier.get(key)
+            if isinstance(read, StoreError):
+                reason = miss_of(read)
+                found = Lookup(None, tier.name if reason == Miss.STORE_ERROR else None, reason)
+            elif read is not None and self._expiry.is_past(tier, key, read.written_at):
+                tier.evict(key, "expired")
+            elif read is not None:
+                if promote:
+                    keep_in(self._tiers[:depth], key, read)
+                return Lookup(read.kv, tier.name, None)
         return found
 
 
@@ -150,7 +148,7 @@ class Prefetch:
         """Read ahead of a request, which will be the chunk's use."""
         if not self._tiers[0].contains(key):
             with self._locks.held(key):
-                self._chunks.get_many([key], promote=True)
+                self._chunks.get(key, promote=True)
 
     def _is_kept(self, key: KVKey, nbytes: int) -> bool:
         """Whether a memory tier without a chunk would keep it; True without memory tiers."""
