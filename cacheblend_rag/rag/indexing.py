@@ -1,7 +1,7 @@
 """Runs `index` on a collection.
 
 A file is indexed whole: its KV is stored chunk by chunk as it is computed, then its text and
-vectors are written in one transaction. After an interruption, finished files are recognized by
+vectors are written at once. After an interruption, finished files are recognized by
 their content hash and skipped; of the unfinished file only missing chunks are computed. If KV could
 not be stored, the document is marked as unfinished, and the next run computes it.
 """
@@ -39,13 +39,11 @@ from cacheblend_rag.rag.readers import (
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.settings import EMBEDDED
-from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
 
-PART_CHUNKS = 32
-"""Chunks computed between two updates of the progress display."""
 PAUSE_SECONDS = 10.0
 """Seconds without computing KV after a tier has failed to store it."""
 MOST_NAMED = 10
@@ -206,41 +204,37 @@ class Indexing(AbstractContextManager["Indexing"]):
             raise UnreadableFileError(f"cannot be split: {error}") from error
         title = NAME_BREAKS.sub(" ", Path(source).stem)
         vectors = self._embedder.embed([f"{title}\n{text}" for text in document.chunks])
-        chunks, unfinished = document.to_chunks(), 0
-        if self._settings.register_only:
-            known = engine.precompute([document], progress=False, register_only=True)
-            self.report.kv += known
-        else:
-            unfinished = self._store(title[:30], chunks)
-            # The document replaces the file's earlier version.
-            engine.evict_document(source, document.collection, kept=chunks)
-            self._stored.add(source)
+        register_only = self._settings.register_only
+        unfinished = self._store(engine, document, register_only=register_only)
         collection.replace(document, content_hash, vectors, unfinished=unfinished)
+        self._stored |= set() if register_only else {source}
 
-    def _store(self, name: str, chunks: Sequence[Chunk], *, verify: bool = False) -> int:
-        """Store a document's KV, one part at a time; returns how many chunks' could not be stored.
+    def _store(
+        self,
+        engine: Engine,
+        document: Document,
+        *,
+        verify: bool = False,
+        register_only: bool = False,
+    ) -> int:
+        """Store a document's KV, replacing that of its earlier version.
 
-        verify: stored chunks are read and checked, and recomputed if damaged. After a part of which
-        nothing was stored because a tier failed, chunks are only registered for PAUSE_SECONDS.
+        verify: stored chunks are read and checked, and recomputed if damaged. After a document of
+        which nothing was stored because a tier failed, others are only registered for
+        PAUSE_SECONDS. Returns how many chunks' KV could not be stored.
         """
-        _, engine = self._ready()
-        task, unfinished = self._progress.begin(name, len(chunks)), 0
-        for start in range(0, len(chunks), PART_CHUNKS):
-            part = chunks[start : start + PART_CHUNKS]
-            if time.monotonic() < self._paused_until:
-                engine.register(chunk for chunk in part if chunk.text.strip())
-                failed = {self._cause: len(part)}
-                done = PrecomputeReport(refused=failed, failed=failed)
-            else:
-                done = engine.precompute(part, progress=False, verify=verify)
-                lasting = [cause for cause in done.failed if cause.code != ReasonCode.NO_ROOM]
-                if lasting and not done.computed:
-                    self._cause, self._paused_until = lasting[0], time.monotonic() + PAUSE_SECONDS
-            self.report.kv += done
-            unfinished += sum(done.failed.values())
-            task.advance(len(part))
-        task.end()
-        return unfinished
+        is_paused = time.monotonic() < self._paused_until
+        done = engine.precompute(
+            [document], progress=False, verify=verify, register_only=register_only or is_paused
+        )
+        lasting = [cause for cause in done.failed if cause.code != ReasonCode.NO_ROOM]
+        if lasting and not done.computed:
+            self._cause, self._paused_until = lasting[0], time.monotonic() + PAUSE_SECONDS
+        elif is_paused and not register_only:
+            failed = {self._cause: len(document.chunks)}
+            done = PrecomputeReport(refused=failed, failed=failed)
+        self.report.kv += done
+        return sum(done.failed.values())
 
     def _look_for_vanished(
         self, collection: Collection, paths: Iterable[Path], files: Iterable[Path], *, prune: bool
@@ -263,14 +257,13 @@ class Indexing(AbstractContextManager["Indexing"]):
         wanted = collection.content_hashes() if repair else collection.unfinished()
         sources = wanted.keys() - self._stored
         documents = collection.load()[0] if sources else ()
-        left = [one for one in documents if one.document_id in sources]
-        task = self._progress.begin("documents whose KV is missing", len(left))
-        for document in left:
-            source = document.document_id
-            task.note(source)
-            failed = self._store(source[-30:], document.to_chunks(), verify=repair)
-            collection.note_unfinished(source, failed)
-            task.advance()
+        task = self._progress.begin("documents whose KV is missing", len(sources))
+        for document in documents:
+            if document.document_id in sources:
+                task.note(document.document_id)
+                failed = self._store(self._ready()[1], document, verify=repair)
+                collection.note_unfinished(document.document_id, failed)
+                task.advance()
         task.end()
         # Nobody else keeps KV in the collection's folder.
         own = self._settings.engine == EMBEDDED and self._given.get("tiers") is None

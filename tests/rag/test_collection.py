@@ -13,7 +13,6 @@ from cacheblend_rag.rag.collection import (
     Collection,
     CollectionSettings,
     clear,
-    sole_writer,
     source_name,
 )
 from cacheblend_rag.text.chunk import Document
@@ -91,17 +90,6 @@ def test_clearing_takes_kv_and_documents_and_nothing_else(folder):
     clear(folder)
     assert sorted(path.name for path in folder.iterdir()) == [".gitignore", "mine.txt"]
     clear(folder)
-
-
-def test_two_cannot_write_at_once(folder):
-    with (
-        sole_writer(folder),
-        pytest.raises(StoreError, match="another `index`"),
-        sole_writer(folder),
-    ):
-        pass
-    with sole_writer(folder):
-        pass
 
 
 def test_sources_are_named_from_the_folder_beside_the_collection(tmp_path):

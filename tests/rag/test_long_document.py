@@ -78,15 +78,6 @@ def test_windows_shrink_to_a_small_context(combine):
     assert report.answer
 
 
-def test_a_short_document_has_one_window_whose_answer_is_the_result():
-    engine = CountingEngine()
-    analysis = analyze(engine, document(100))
-    (only,) = analysis
-    report = analysis.report
-    assert (report.window, report.windows, report.prompts) == (report.chunks, 1, 1)
-    assert report.answer == only.text
-
-
 def test_map_reduce_joins_the_answers_of_all_windows():
     engine = CountingEngine()
     analysis = analyze(engine)
@@ -161,8 +152,8 @@ def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
         ({"text": " \n"}, PromptError, "the document is empty"),
         ({"question": " "}, PromptError, "the question is empty"),
         ({"question": words(40_000, 1)}, PromptError, "shorten the question"),
-        ({"chunk_tokens": 8}, ConfigError, "chunk_tokens=8"),
-        ({"overlap": 60}, ConfigError, "overlap=60"),
+        ({"chunk_tokens": 8}, ConfigError, "chunk_tokens=8 must be greater than or equal to 16"),
+        ({"overlap": 33}, ConfigError, "overlap=33 must be at most half of chunk_tokens=64"),
         ({"window": 0}, ConfigError, "window=0"),
         ({"combine": "best"}, ConfigError, "combine='best'"),
     ],

@@ -33,11 +33,6 @@ def test_files_are_found_in_folders_and_by_name(tmp_path):
     assert find_files([tmp_path / ".secret.txt"], tmp_path / "collection").files
 
 
-def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe.txt")
-    assert find_files([tmp_path], tmp_path / "collection").files == ()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
@@ -103,19 +98,13 @@ def test_damaged_characters_are_counted(tmp_path):
     ("markup", "text"),
     [
         ("<meta charset=utf-16><p>Pump seven", "Pump seven"),
-        ("<meta charset=utf-16><p>größer", "größer"),
         ("<meta charset=iso-8859-1><p>größer", "größer"),
         ('<p>a</p><svg><path d="x"><p>b</p>', "a\n\nb"),
         ("<svg><title>logo</title></svg>a<svg><g>rest", "logo\n\narest"),
-        ("<div><svg><path></div>after", "after"),
-        ("<svg><foreignObject><p>a</p></foreignObject></svg>", "a"),
         ("<p>a</p><script src=x><p>b</p><p>c", "a\n\nb\n\nc"),
-        ("<p>a</p><style><script><p>b</p>", "a\n\nb"),
         ("<title>T<p>b</p>", "T\n\nb"),
         ("<textarea>x<p>b</p>", "x\n\nb"),
         ("<select><option>a<option>b<p>c", "a\nb\n\nc"),
-        ("<template><p>a</p>b", "a\n\nb"),
-        ("<noscript><img><p>b", "b"),
         ("<script>x()</script><style>p {}</style>a", "a"),
         (
             "<pre>def f(x):\n\tif x:\n\t\treturn 1\n</pre><p>a  b",
@@ -182,36 +171,15 @@ def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
 
 # Hostile files
 
-MARKUP = {
-    "paragraphs": ("<p>word</p>" * 100_000, "word"),
-    "nested": ("<div>" * 100_000 + "x" + "</div>" * 100_000, "x"),
-    "unclosed": ("<b>" * 200_000 + "x</i>", "x"),
-    "crossed": ("<b><i>" * 50_000 + "</b>" * 50_000 + "x", "x"),
-    "hidden": ("<svg>" * 100_000 + "</p>" * 100_000 + "x", None),
-}
-
-
 HOSTILE_MARKUP = {
     "attributes": "<a " + "x=" * 2_000_000,
-    "brackets": "<" * 2_000_000,
     "comments": "<!--" * 200_000,
+    "crossed": "<b><i>" * 50_000 + "</b>" * 50_000 + "x",
 }
-
-
-@pytest.mark.timeout(120)  # hours, where the square of its length counts
-@pytest.mark.parametrize("kind", MARKUP)
-def test_hostile_markup_costs_what_its_length_does(tmp_path, kind):
-    markup, text = MARKUP[kind]
-    (tmp_path / "a.html").write_text(markup)
-    found = readers.answer(tmp_path / "a.html")
-    assert found.get("text", text or "")[:4] == (text or found.get("text", ""))[:4]
-    assert found.keys() in ({"text", "note"}, {"problem"})
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "kind", ["attributes", "brackets", "comments", "page", "bomb", "operators"]
-)
+@pytest.mark.parametrize("kind", [*HOSTILE_MARKUP, "bomb", "operators"])
 def test_a_hostile_file_is_named_and_the_next_is_read(tmp_path, kind):
     hostile, good = tmp_path / "hostile.pdf", tmp_path / "good.txt"
     good.write_text("All is well.")
@@ -219,8 +187,6 @@ def test_a_hostile_file_is_named_and_the_next_is_read(tmp_path, kind):
     if kind in HOSTILE_MARKUP:
         hostile = tmp_path / "hostile.html"
         hostile.write_text(HOSTILE_MARKUP[kind])
-    elif kind == "page":
-        hostile.write_bytes(one_page(zlib.compress(stream * 200), times=20_000))
     elif kind == "bomb":
         hostile.write_bytes(one_page(zlib.compress(b" " * (1 << 28), 9)))
     else:
@@ -268,11 +234,11 @@ def test_no_module_is_taken_from_the_folder_that_is_indexed(tmp_path, monkeypatc
     assert read_file(tmp_path / "a.html").text == "fine"
 
 
-def one_page(stream: bytes, times: int = 1) -> bytes:
-    """Return a PDF of one compressed page that is listed so many times."""
+def one_page(stream: bytes) -> bytes:
+    """Return a PDF of one compressed page."""
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Kids[%s]/Count %d>>" % (b" ".join([b"3 0 R"] * times), times),
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R"
         b"/Resources<</Font<</F1 5 0 R>>>>>>",
         b"<</Length %d/Filter/FlateDecode>>stream\n%s\nendstream" % (len(stream), stream),
