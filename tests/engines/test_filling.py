@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 from cacheblend_rag import Chunk, Document
-from cacheblend_rag.engines import filling, idle
+from cacheblend_rag.engines import filling, lifetime
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.report import PrecomputeReport
@@ -94,7 +94,7 @@ def test_what_is_evicted_meanwhile_is_not_filled(engine: FilledEngine) -> None:
 def test_too_many_misses_are_dropped_and_counted(
     engine: FilledEngine, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filling, "IdleJob", partial(idle.IdleJob, most=2))
+    monkeypatch.setattr(filling, "IdleJob", partial(lifetime.IdleJob, most=2))
     engine.hold(chunks[0])
     told = [
         engine.ask(*chunks[one]) for one in (slice(1, 2), slice(1, 3), slice(1, 2), slice(3, 6))
