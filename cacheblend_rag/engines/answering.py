@@ -19,9 +19,9 @@ from cacheblend_rag.engines.answer import (
     TokenLogprob,
     answer_batch,
 )
-from cacheblend_rag.engines.backend import Backend, Family, checked_config
+from cacheblend_rag.engines.backend import Backend, checked_config
 from cacheblend_rag.engines.guard import Guard
-from cacheblend_rag.engines.lifetime import Lifetime
+from cacheblend_rag.engines.lifetime import Activity, Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation, Stream
@@ -47,7 +47,7 @@ class Answering(Backend):
 
     tokenizer: Any
     _lifetime: Lifetime
-    _family: Family
+    _activity: Activity
     _led: LeadIn
     _preparer: PromptPreparer
     _hooks: AfterAnswer
@@ -271,7 +271,7 @@ class Answering(Backend):
     @contextmanager
     def _working(self, *requests: Request) -> Iterator[None]:
         """Be at work on requests, and tell the hooks of what ends them without an answer."""
-        with self._family.activity.working():
+        with self._activity.working():
             try:
                 yield
             except BaseException as error:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.lifetime import Activity, IdleQueue
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Stream
@@ -217,9 +215,6 @@ class Backend(ABC):
         """Free the resources of this engine and its siblings; called once."""
 
 
-# The arguments of an engine, and what it has in common with its siblings
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
     """The arguments of an engine; None is a setting's default.
@@ -249,21 +244,3 @@ class EngineSetup:
     namespace: str = "default"
     fill_on_miss: bool = False
     guard: GuardConfig | None = None
-
-
-@dataclass
-class Family:
-    """What an engine and its siblings have in common.
-
-    identity: of their model. activity: counts the running requests of all of them. idle_queues: of
-    all of them, held weakly.
-    """
-
-    identity: Mapping[str, Any]
-    activity: Activity = field(default_factory=Activity)
-    idle_queues: WeakSet[IdleQueue] = field(default_factory=WeakSet)
-
-    def close_idle_queues(self) -> None:
-        """End the idle work of all of them."""
-        for queue in list(self.idle_queues):
-            queue.close()

@@ -6,16 +6,16 @@ import copy
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Self
-from weakref import proxy
+from weakref import WeakSet, proxy
 
 from cacheblend_rag.blend.steps import run_to_end
 from cacheblend_rag.engines.after_answer import AfterAnswer, AnswerHook, FirstMiss
 from cacheblend_rag.engines.answering import Answering
-from cacheblend_rag.engines.backend import EngineSetup, Family, engine_settings
+from cacheblend_rag.engines.backend import EngineSetup, engine_settings
 from cacheblend_rag.engines.filling import Filling, TurnKeeper
 from cacheblend_rag.engines.guard import Guard, with_reference
 from cacheblend_rag.engines.indexing import Indexing
-from cacheblend_rag.engines.lifetime import IdleQueue, Lifetime
+from cacheblend_rag.engines.lifetime import Activity, IdleQueue, Lifetime
 from cacheblend_rag.engines.prepare import PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -48,7 +48,9 @@ class Engine(Indexing, Answering):
 
         Raises ConfigError when a setting is out of range.
         """
-        self._lifetime, self._family = Lifetime(), Family(setup.identity)
+        self._lifetime, self._identity = Lifetime(), setup.identity
+        # Siblings, which are copies, share these.
+        self._activity, self._idle_queues = Activity(), WeakSet[IdleQueue]()
         self._settle(setup)
 
     def _settle(self, setup: EngineSetup) -> None:
@@ -66,7 +68,7 @@ class Engine(Indexing, Answering):
             self.encoder,
             self.lead_in,
             instruction=self.instruction,
-            identity=self._family.identity,
+            identity=self._identity,
             namespace=self.namespace,
         )
         self._preparer = PromptPreparer(
@@ -86,13 +88,13 @@ class Engine(Indexing, Answering):
         # its model until the next garbage collection. A running call keeps the engine alive.
         me: Any = proxy(self)
         self._hooks, self._idle = AfterAnswer(), IdleQueue(me)
-        self._family.idle_queues.add(self._idle)
+        self._idle_queues.add(self._idle)
         self._guard = Guard(me, self._led, self._idle)
         self._guard.use(setup.guard, self.config.ratio)
         self._filling = Filling(me, self._idle)
         self._filling.is_on = setup.fill_on_miss
         self._hooks.add(self._filling.see)
-        self._hooks.add(TurnKeeper(me, self.encoder, self._family.activity, self._idle).see)
+        self._hooks.add(TurnKeeper(me, self.encoder, self._activity, self._idle).see)
         # After filling: a prompt whose misses are being filled is no reason to warn.
         self._hooks.add(FirstMiss(self.registry).see)
         self._hooks.add(self._guard.see)
@@ -211,7 +213,7 @@ class Engine(Indexing, Answering):
         setup = EngineSetup(
             model_name=self.model_name,
             tokenizer=self.tokenizer,
-            identity=self._family.identity,
+            identity=self._identity,
             config=self.config,
             lead_in=LeadInConfig.of(lead_in),
             instruction=self.instruction,
@@ -228,11 +230,12 @@ class Engine(Indexing, Answering):
             return  # forked: the parent ends the threads and connections, and frees the memory
         self._idle.close()
         if self._lifetime.elder is None:
-            self._family.close_idle_queues()
+            for queue in list(self._idle_queues):
+                queue.close()
             self._close()
 
     # For subclasses
 
     def _is_idle(self) -> bool:
         """Whether no request is running; called before each step of idle work."""
-        return self._family.activity.is_idle
+        return self._activity.is_idle
