@@ -1,8 +1,9 @@
-"""The queue of idle work by itself: who wakes it, who waits for it, and how it ends."""
+"""Idle work, by itself: who wakes it, how it ends; and forked engines, which do not work."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import os
+from collections.abc import AsyncIterator, Generator, Iterator
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
@@ -11,7 +12,11 @@ from threading import enumerate as enumerate_threads
 import pytest
 
 from cacheblend_rag.engines.lifetime import IdleJob, IdleQueue
+from cacheblend_rag.engines.stream import BackgroundLoop, Cancellation
+from cacheblend_rag.errors import ConfigError
+from tests.engines.toy_engine import ToyEngine
 from tests.kv.samples import until
+from tests.models import make_tokenizer
 
 PATIENCE = 60.0
 
@@ -90,3 +95,71 @@ def test_a_job_that_fails_stops_nothing_and_is_told_of_until_one_succeeds(
         "idle work 'bad' failed: in a step",
         "idle work 'bad' failed: at the end",
     ]
+
+
+def test_its_own_thread_is_refused_instead_of_waiting_for_itself() -> None:
+    loop, told = BackgroundLoop("test"), list[str]()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+
+    async def nothing() -> None: ...
+
+    async def work() -> None:
+        stream = loop.stream(items(), Cancellation())
+        for ask in (lambda: loop.run(nothing()), stream.last, lambda: list(stream)):
+            with pytest.raises(ConfigError, match="in the thread that makes its answers") as error:
+                ask()
+            told.append(str(error.value))
+
+    try:
+        loop.start(work()).result(PATIENCE)
+    finally:
+        loop.close()
+    assert len(told) == 3
+
+
+@pytest.fixture
+def toy():
+    engine = ToyEngine(make_tokenizer())
+    yield engine
+    engine.close()
+
+
+def told_by(ask):
+    """What a forked process says when it does ``ask``: what it returns, or the error's name."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            told = repr(ask())
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writing, told.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        told = file.read()
+    os.waitpid(pid, 0)
+    return told
+
+
+ASK = {
+    "generate": lambda engine: engine.generate("A question?"),
+    "stream": lambda engine: list(engine.stream("A question?")),
+    "precompute": lambda engine: engine.precompute(["A text."], progress=False),
+}
+
+
+@pytest.mark.parametrize("how", ASK)
+def test_a_forked_engine_says_so_in_a_line(how, toy):
+    told = told_by(lambda: ASK[how](toy))
+    assert told.startswith(f"ConfigError: the engine was opened in process {os.getpid()}, ")
+    assert "open an engine in process" in told
+    assert "\n" not in told
+    toy.generate("A question?")
+
+
+def test_a_forked_engine_is_closed_at_once(toy):
+    assert told_by(toy.close) == "None"
+    assert toy.is_open

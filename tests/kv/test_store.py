@@ -2,7 +2,7 @@ import pytest
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore
-from tests.engines.test_forked import told_by
+from tests.engines.test_idle import told_by
 
 from .samples import encode, make_key, make_kv, same
 
