@@ -56,37 +56,22 @@ def damage(folder, key):
     path.write_bytes(data)
 
 
-def test_stats_count_in_all_and_by_fingerprint(store, folder):
+def test_what_is_there_is_counted_listed_and_left_as_it_was(store, folder):
+    def seen():
+        return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+    before = seen()
     result = printed(store("stats", "--json"))
     sizes = [path.stat().st_size for path in folder.glob("??/*")]
     assert (result["entries"], result["bytes"], result["quarantined"]) == (3, sum(sizes), 0)
-    assert result["fingerprints"][ONE]["entries"] == 2
     assert result["fingerprints"][TWO] == {"entries": 1, "bytes": sizes[0]}
-    assert result["tiers"]["disk"]["entries"] == 3
     assert {"hits", "misses", "evictions", "errors"} <= result["tiers"]["disk"].keys()
     assert "disk tier" in store("stats").stdout
-
-
-def test_ls_gives_whole_keys_sizes_and_times(store):
     chunks = printed(store("ls", "--json"))["chunks"]
-    assert [chunk["key"] for chunk in chunks] == [str(key) for key in KEYS]
     assert chunks[0]["written_at"] == pytest.approx(time.time() - 5000, abs=30)
     assert chunks[0]["used_at"] == pytest.approx(time.time(), abs=30)
     assert all(str(key) in store("ls").stdout for key in KEYS)
-
-
-def test_verify_names_damage_exits_1_and_moves_it_only_on_repair(store, folder):
-    damage(folder, KEYS[1])
-    for arguments, quarantined in ([], 0), (["--repair"], 1):
-        result = store("verify", "--json", *arguments)
-        assert result.exit_code == 1
-        found = printed(result)
-        (of,) = found["damaged"]
-        assert of["key"] == str(KEYS[1])
-        assert "checksum" in of["reason"]
-        assert found["quarantined"] == quarantined
-    assert store("verify").exit_code == 0
-    assert printed(store("stats", "--json"))["quarantined"] == 1
+    assert seen() == before
 
 
 @pytest.mark.parametrize(
@@ -148,16 +133,6 @@ def test_what_is_no_store_is_left_as_it_is(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
 
 
-@pytest.mark.parametrize("command", ["stats", "ls"])
-def test_who_only_looks_writes_nothing(store, folder, command):
-    def seen():
-        return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
-
-    before = seen()
-    assert store(command).exit_code == 0
-    assert seen() == before
-
-
 def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
     fast = tmp_path_factory.mktemp("fast")
     given = ("host://?capacity=1GiB", f"disk://{fast}?name=fast", f"disk://{folder}?name=slow")
@@ -201,11 +176,10 @@ def test_copies_need_two_tiers_that_last(folder):
         assert said in result.stderr
 
 
-def test_a_documents_chunks_are_pinned_and_let_go(tmp_path):
+def test_pins_are_taken_of_documents_and_all_let_go(tmp_path):
     engine = indexed(tmp_path, PAINTER, ROME)
     wanted = keys(engine, PAINTER)
     engine.close()
-    tier = DiskTier(tmp_path)
 
     def pin(*given):
         return run("pin", str(tmp_path), *given, "--json")
@@ -214,17 +188,12 @@ def test_a_documents_chunks_are_pinned_and_let_go(tmp_path):
         return "--only", f"document={document}", "--only", f"model={TOY}"
 
     assert printed(pin(*of("one"))) == {"path": str(tmp_path), "pinned": len(wanted)}
-    assert tier.pinned() == wanted
-    assert printed(pin("--undo", *of("two")))["unpinned"] <= 1
-    assert printed(pin("--undo", *of("one")))["unpinned"] >= len(wanted) - 1
-    assert tier.pinned() == set()
-    pin(*of("one"))
-    tier.pin(KVKey("0" * 32, "0" * 64))
+    assert DiskTier(tmp_path).pinned() == wanted
+    DiskTier(tmp_path).pin(KVKey("0" * 32, "0" * 64))
     assert printed(pin("--undo"))["unpinned"] == len(wanted) + 1, "one that is gone, too"
     for given, said in (
         ((), "give --only document=ID and --only model=NAME, or --undo"),
         (of("three"), "knows no document 'three'"),
-        (("redis://127.0.0.1:9", *of("one")), "no pins are kept in redis: only a folder (disk)"),
     ):
         result = pin(*given)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
