@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from langchain_cacheblend import CacheBlendChatMessageHistory, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.middleware import CacheBlendMiddleware
-from tests.models import random_engine
+from tests.models import toy_engine
 from tests.scripted import Asked, Call, scripted
 
 CHUNKS = [
@@ -68,7 +68,7 @@ def search_tool(
 
 @pytest.fixture
 def llm() -> Iterator[ChatCacheBlend]:
-    engine = scripted(random_engine(recompute_ratio=0.0), script)
+    engine = scripted(toy_engine(recompute_ratio=0.0), script)
     CacheBlendTransformer(engine=engine).transform_documents(CHUNKS)
     yield ChatCacheBlend(engine=engine, max_tokens=64)
     engine.close()

@@ -10,11 +10,8 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_text_splitters import (
-    MarkdownHeaderTextSplitter,
-    RecursiveCharacterTextSplitter,
-)
-from toy import generate_collection
+from langchain_text_splitters import RecursiveCharacterTextSplitter
+from toy import TOY, generate_collection
 
 from langchain_cacheblend import (
     DEFAULT_PROMPT,
@@ -23,7 +20,7 @@ from langchain_cacheblend import (
     create_cacheblend_chain,
 )
 from langchain_cacheblend.options import prompt_instruction
-from tests.models import make_tokenizer, random_engine, random_model
+from tests.models import make_tokenizer, toy_engine
 
 EMBEDDING = DeterministicFakeEmbedding(size=16)
 SOURCES = [
@@ -35,35 +32,10 @@ QUESTIONS = ("Where does she live?", "What is the main product?", "Who plays the
 
 def open_llm(**options: Any) -> ChatCacheBlend:
     """A model on a new engine, whose passages stand behind the default prompt's instruction."""
-    engine = random_engine(
+    engine = toy_engine(
         instruction=prompt_instruction(DEFAULT_PROMPT, make_tokenizer()), recompute_ratio=0.0
     )
     return ChatCacheBlend(engine=engine, **{"max_tokens": 4, **options})
-
-
-def markdown() -> list[Document]:
-    pages = []
-    for number, source in enumerate(SOURCES):
-        parts = source.page_content.split("\n\n")
-        text = "\n\n".join(f"## Part {i}\n\n{part}" for i, part in enumerate(parts))
-        splitter = MarkdownHeaderTextSplitter([("##", "part")], strip_headers=bool(number % 2))
-        for page in splitter.split_text(text):
-            page.metadata.update(source.metadata)
-            pages.append(page)
-    return pages
-
-
-def splits() -> dict[str, list[Document]]:
-    recursive = RecursiveCharacterTextSplitter
-    overlapping = recursive(chunk_size=500, chunk_overlap=120, add_start_index=True)
-    by_tokens = recursive.from_huggingface_tokenizer(
-        make_tokenizer(), chunk_size=90, chunk_overlap=20
-    )
-    return {
-        "overlap": overlapping.split_documents(SOURCES),
-        "by tokens": by_tokens.split_documents(SOURCES),
-        "markdown": recursive(chunk_size=300, chunk_overlap=40).split_documents(markdown()),
-    }
 
 
 def reused_share(llm: ChatCacheBlend, outcome: dict[str, Any]) -> float:
@@ -72,9 +44,14 @@ def reused_share(llm: ChatCacheBlend, outcome: dict[str, Any]) -> float:
     return float(outcome["report"]["reused_tokens"]) / retrieved
 
 
-@pytest.mark.parametrize("name", ["overlap", "by tokens", "markdown"])
-def test_what_the_usual_splitters_make_is_reused(name: str) -> None:
-    llm, chunks = open_llm(max_tokens=1), splits()[name]
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_what_splitters_make_is_reused(by_tokens: bool) -> None:
+    splitter = RecursiveCharacterTextSplitter(chunk_size=500, chunk_overlap=120)
+    if by_tokens:
+        splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+            make_tokenizer(), chunk_size=90, chunk_overlap=20
+        )
+    llm, chunks = open_llm(max_tokens=1), splitter.split_documents(SOURCES)
     chain = create_cacheblend_chain(chunks, llm, embedding=EMBEDDING, k=5)
     outcomes = chain.batch(list(QUESTIONS), config={"max_concurrency": 1})
     assert all(len(outcome["context"]) == 5 for outcome in outcomes)
@@ -83,18 +60,13 @@ def test_what_the_usual_splitters_make_is_reused(name: str) -> None:
     assert sum(bool(variants[0].context) for variants in behind) > len(chunks) / 2
 
 
-def test_the_chain_tells_the_model_its_instruction() -> None:
-    tokenizer = make_tokenizer()
-    llm = ChatCacheBlend(model=random_model(), tokenizer=tokenizer, max_tokens=1)
+def test_the_chain_tells_the_model_its_instruction_or_warns_of_another_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llm = ChatCacheBlend(model=TOY, max_tokens=1)
     prompt = ChatPromptTemplate.from_template("Read this:\n{context}\nAnd answer: {input}")
     create_cacheblend_chain(SOURCES[:1], llm, prompt=prompt, embedding=EMBEDDING)
     assert llm.engine.instruction == "<bos>Read this:\n"
-
-
-def test_the_chain_warns_when_passages_stand_behind_another_instruction(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    prompt = ChatPromptTemplate.from_template("Read this:\n{context}\nAnd answer: {input}")
     with caplog.at_level(logging.WARNING):
         create_cacheblend_chain(SOURCES[:1], open_llm(), embedding=EMBEDDING)
         assert "another instruction" not in caplog.text
@@ -103,7 +75,7 @@ def test_the_chain_warns_when_passages_stand_behind_another_instruction(
 
 
 def test_text_that_changed_after_indexing_is_computed_and_named() -> None:
-    engine = random_engine()
+    engine = toy_engine()
     a0, a1 = (
         Document(f"Part {i} of it. " + "The river is quiet. " * 6, metadata={"source": "a"})
         for i in range(2)

@@ -1,6 +1,6 @@
 """LangChain's own integration tests of chat models, none of them changed, on a real engine.
 
-The weights are random, and answers are scripted.
+Answers are scripted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cacheblend_rag import Engine
 from langchain_core.messages import AIMessage, AIMessageChunk
 
 from langchain_cacheblend import ChatCacheBlend
-from tests.models import random_engine
+from tests.models import toy_engine
 from tests.scripted import Asked, Call, scripted
 from tests.standard import ToolsAndForms
 
@@ -42,7 +42,7 @@ def script(asked: Asked) -> str | Call:
 
 @cache
 def engine() -> Engine:
-    found = scripted(random_engine(), script)
+    found = scripted(toy_engine(), script)
     found.precompute([PASSAGE], progress=False)
     return found
 

@@ -14,7 +14,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from langchain_cacheblend import ChatCacheBlend, create_cacheblend_chain
-from tests.models import random_engine
+from tests.models import toy_engine
 
 EMBEDDING = DeterministicFakeEmbedding(size=4)
 DOCUMENTS = [Document("The river is quiet.")]
@@ -58,6 +58,6 @@ def test_a_wrong_argument_is_named(given: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize("question", [None, 3, {"question": "Where?"}, {"input": None}])
 def test_a_chain_is_asked_a_question(question: Any) -> None:
     retriever = RunnableLambda(lambda _: DOCUMENTS)
-    chain = create_cacheblend_chain(retriever, ChatCacheBlend(engine=random_engine()))
+    chain = create_cacheblend_chain(retriever, ChatCacheBlend(engine=toy_engine()))
     with pytest.raises(ConfigError, match="the chain takes a question, or a dict that holds it"):
         chain.invoke(question)

@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer
 from langchain_cacheblend.documents import document_id, to_engine_documents, to_hints
-from tests.models import random_engine
+from tests.models import toy_engine
 
 
 def chunk(text: str, **metadata: object) -> Document:
@@ -43,7 +43,7 @@ def test_chunks_with_text_of_one_source_make_one_document_in_the_order_given() -
 
 def test_documents_come_once_from_a_generator_and_without_text_pass_through() -> None:
     documents = [chunk("The river is quiet.", source="a"), chunk("", source="a"), chunk(" \n")]
-    transformer = CacheBlendTransformer(engine=random_engine())
+    transformer = CacheBlendTransformer(engine=toy_engine())
     assert transformer.transform_documents(d for d in documents) == documents
     assert len(transformer.engine.registry) == 1
     with pytest.raises(ConfigError, match="ids must be a valid string"):

@@ -49,7 +49,6 @@ FUNCTION = {"name": "Search", "description": "Look passages up.", "parameters": 
         (SearchDict, "SearchDict"),
         ({"type": "function", "function": {**FUNCTION, "strict": True}}, "Search"),
         ({"name": "Search", "description": "Look passages up.", "input_schema": SCHEMA}, "Search"),
-        ({"title": "Search", "description": "Look passages up.", **SCHEMA}, "Search"),
     ],
 )
 def test_tools_of_every_form_are_openais(given: Any, name: str) -> None:
@@ -87,7 +86,6 @@ def test_strict_closes_objects() -> None:
         ([{"type": "web_search"}], {}, "tools[0] is of type 'web_search': give a function to call"),
         ([search], {"tool_choice": "serch"}, "tool_choice names 'serch'"),
         ([search], {"tool_choice": {"type": "any"}}, "tool_choice={'type': 'any'} must be 'auto'"),
-        ([search], {"response_format": 3}, "response_format=3 must be"),
         ([search], {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )
@@ -106,7 +104,6 @@ def test_what_is_no_tool_choice_or_form_is_named_in_a_line(
         (Search, "jason", "method='jason' must be one of json_schema, function_calling, json_mode"),
         (None, "json_schema", "schema must be given with method='json_schema'"),
         (3, "json_schema", "response_format=3 must be"),
-        (3, "function_calling", "tools[0] is a int"),
     ],
 )
 def test_a_wrong_schema_is_named_before_anything_is_loaded(

@@ -33,7 +33,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, Prom
 from langchain_cacheblend import ChatCacheBlend
 from langchain_cacheblend.messages import to_message, to_openai_messages, to_piece
 from langchain_cacheblend.options import prompt_instruction
-from tests.models import make_tokenizer, random_engine
+from tests.models import make_tokenizer, toy_engine
 
 PASSAGE = 'He said: "no".\nThen {left} \\ went.'
 CALL: ToolCall = {"name": "search", "args": {"query": "río"}, "id": "1", "type": "tool_call"}
@@ -91,7 +91,7 @@ CALLS = (
 
 @cache
 def plain() -> Generation:
-    return random_engine().generate("hello", SamplingParams(max_tokens=2))
+    return toy_engine().generate("hello", SamplingParams(max_tokens=2))
 
 
 def answer(**changes: Any) -> Generation:
@@ -125,7 +125,7 @@ def test_the_last_piece_of_a_stream_has_the_calls() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_told_in_langchains_words() -> None:
-    llm, prompt = ChatCacheBlend(engine=random_engine()), "so " * 20_000
+    llm, prompt = ChatCacheBlend(engine=toy_engine()), "so " * 20_000
 
     async def astream(prompt: str) -> None:
         await anext(llm.astream(prompt))
@@ -171,7 +171,7 @@ def report_of(message: Any) -> dict[str, Any]:
 async def test_an_answer_from_the_llm_cache_tells_no_other_calls_report(
     options: dict[str, Any],
 ) -> None:
-    llm = ChatCacheBlend(engine=random_engine(), max_tokens=2, cache=InMemoryCache(), **options)
+    llm = ChatCacheBlend(engine=toy_engine(), max_tokens=2, cache=InMemoryCache(), **options)
     kept = llm.generate([[HumanMessage("hello")]])
     first = kept.generations[0][0].message
     asked = [llm.invoke("hello"), *llm.batch(["hello"]), await llm.ainvoke("hello")]
@@ -183,7 +183,7 @@ async def test_an_answer_from_the_llm_cache_tells_no_other_calls_report(
 
 
 def test_a_model_without_a_chat_template_reads_plain_text() -> None:
-    engine = random_engine(chat_template=False)
+    engine = toy_engine(chat_template=False)
     llm = ChatCacheBlend(engine=engine, max_tokens=8)
     answer = llm.invoke([SystemMessage("Answer."), HumanMessage("Who?")])
     plain = engine.generate_full("Answer.\n\nWho?", SamplingParams(max_tokens=8))

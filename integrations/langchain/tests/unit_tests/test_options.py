@@ -15,48 +15,20 @@ from cacheblend_rag import (
     ConfigError,
     ModelLoadError,
 )
-from langchain_core import caches
 from langchain_core.documents import Document
-from langchain_core.globals import get_llm_cache, set_llm_cache
 from langchain_core.load import dumpd, dumps
-from langchain_core.messages import AIMessage
-from langchain_core.outputs import ChatGeneration
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField
 from toy import TOY
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.options import EngineOptions
-from tests.models import random_engine
-
-
-class KnowingCache(caches.BaseCache):
-    """A cache that knows each answer. keys: what it was asked for, without the prompts."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-
-    def lookup(self, prompt: str, llm_string: str) -> caches.RETURN_VAL_TYPE:
-        self.keys.append(llm_string)
-        return [ChatGeneration(message=AIMessage("known"))]
-
-    def update(self, prompt: str, llm_string: str, return_val: caches.RETURN_VAL_TYPE) -> None:
-        raise AssertionError("a known answer is not computed")
-
-    def clear(self, **kwargs: Any) -> None:
-        self.keys.clear()
+from tests.models import toy_engine
 
 
 def cache_key(llm: ChatCacheBlend, **options: Any) -> str:
-    """The key of an answer with these options; nothing is loaded for it."""
-    cache, before = KnowingCache(), get_llm_cache()
-    set_llm_cache(cache)
-    try:
-        assert llm.invoke("hello", **options).text == "known"
-    finally:
-        set_llm_cache(before)
-    (key,) = cache.keys
-    return key
+    """The key of an answer with these options in LangChain's cache; nothing is loaded for it."""
+    return llm._get_llm_string(**options)
 
 
 def one_line(error: BaseException) -> str:
@@ -66,21 +38,14 @@ def one_line(error: BaseException) -> str:
 
 def test_options_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="instruction, store: fixed by the engine"):
-        ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
-    with pytest.raises(ConfigError, match="lead_in, store: fixed by the engine"):
-        ChatCacheBlend(engine=random_engine(), lead_in="bos", store={"kv_path": "kv"})
+        ChatCacheBlend(engine=toy_engine(), instruction="Answer.", kv_path="kv")
     with pytest.raises(ConfigError, match="document_ky"):
-        CacheBlendTransformer(engine=random_engine(), document_ky="id")
+        CacheBlendTransformer(engine=toy_engine(), document_ky="id")
 
 
-@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor])
-def test_names_of_other_libraries_are_taken(kind: type[EngineOptions]) -> None:
-    made = kind(model_name="toy", base_url="http://localhost:1")
+def test_options_by_names_of_other_libraries() -> None:
+    made = CacheBlendTransformer(model_name="toy", base_url="http://localhost:1")
     assert (made.model, made.engine_source) == ("toy", "http://localhost:1")
-    assert kind(model=TOY, api_base=None).engine_source == "auto"
-
-
-def test_an_answers_options_by_other_names() -> None:
     llm = ChatCacheBlend(model=TOY, max_new_tokens=5, stop_sequences="x")
     assert (llm.max_tokens, llm.stop) == (5, ["x"])
     assert cache_key(llm, max_new_tokens=7) == cache_key(llm, max_tokens=7)
@@ -105,8 +70,6 @@ def test_an_answers_options_by_other_names() -> None:
             {"blend_config": {"selectr": "s3cret"}},
             "unknown setting 'selectr' of a request (did you mean 'selector'?)",
         ),
-        ({"host_bytes": "much"}, "host_bytes='much' must be a size, such as 8GiB"),
-        ({"engine": 3}, "engine is a int: give an open engine"),
         ({"model": ""}, "model='': name a model, or give engine= an engine or a URL"),
     ],
 )
@@ -128,20 +91,17 @@ def test_a_model_that_does_not_load(tmp_path: Path) -> None:
 
 
 def test_call_options_are_checked() -> None:
-    llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
+    llm = ChatCacheBlend(engine=toy_engine(), max_tokens=1)
     for options, named in (
         ({"tool": []}, "unknown call option 'tool' (did you mean 'tools'?)"),
         ({"tools": "search"}, "tools is a str: give a list"),
         ({"tool_choice": "any"}, "tool_choice='required' needs tools"),
         ({"response_format": 3}, "response_format=3 must be"),
         ({"top_logprobs": 21}, "logprobs=21 must be less than or equal to 20"),
-        ({"presence_penalty": 3}, "presence_penalty=3 must be less than or equal to 2"),
         ({"temprature": 1}, "unknown call option 'temprature' (did you mean 'temperature'?)"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens name one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"hints": [Document("text")]}, "hints hold a Document: give Chunks or document ids"),
-        ({"hints": 3}, "hints hold a int: give Chunks or document ids"),
-        ({"max_tokens": 0}, "max_tokens=0"),
     ):
         with pytest.raises(CacheBlendError) as raised:
             llm.invoke("hello", **options)
@@ -161,7 +121,7 @@ def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
         repr(llm._get_ls_params()),
     ]
     assert not any("s3cret" in text or str(tmp_path.parent) in text for text in told)
-    given = ChatCacheBlend(engine=random_engine())
+    given = ChatCacheBlend(engine=toy_engine())
     assert not any("Engine object" in text for text in (repr(given), given.model_dump_json()))
 
 
@@ -191,7 +151,7 @@ def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
 @pytest.mark.parametrize("is_given", [False, True], ids=["opened", "given"])
 def test_equal_settings_share_an_engine_while_a_component_has_them(is_given: bool) -> None:
     opened = {"model": TOY, "namespace": "shared", "blend_config": {"min_tokens": 0}}
-    settings = {"engine": random_engine()} if is_given else opened
+    settings = {"engine": toy_engine()} if is_given else opened
     llm = ChatCacheBlend(**settings, max_tokens=2)  # opens nothing before the others are gone
     text = "The river is quiet, and nobody is on the bridge. " * 5
     CacheBlendTransformer(**settings).transform_documents([Document(text)])
