@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -90,6 +91,29 @@ def index(demo_engine: Engine, documents: list[Document]) -> VectorStoreIndex:
         transformations=[SentenceSplitter(chunk_size=110, chunk_overlap=0), precompute],
         embed_model=MockEmbedding(8),
     )
+
+
+@pytest.fixture(
+    params=["", "stream_", "a", "astream_"], ids=["whole", "stream", "async", "astream"]
+)
+def ask(request: pytest.FixtureRequest) -> Any:
+    """Call an LLM's method in one of four ways, such as ``ask(llm, "chat", messages)``.
+
+    Returns what it returns; of a stream, the last step.
+    """
+
+    async def awaited(found: Any) -> Any:
+        found = await found
+        return [step async for step in found][-1] if "stream" in request.param else found
+
+    def call(llm: CacheBlendLLM, method: str, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(llm, f"{request.param}{method}")
+        if request.param.startswith("a"):
+            return asyncio.run(awaited(found(*args, **kwargs)))
+        made = found(*args, **kwargs)
+        return list(made)[-1] if request.param else made
+
+    return call
 
 
 @dataclass(frozen=True)

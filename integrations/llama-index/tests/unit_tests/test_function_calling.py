@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
-    ChatResponse,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -50,29 +47,6 @@ def sub(a: int, b: int) -> int:
 TOOLS = [FunctionTool.from_defaults(add), FunctionTool.from_defaults(sub)]
 
 
-def whole(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
-    return llm.chat_with_tools(**kwargs)
-
-
-def streamed(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
-    return list(llm.stream_chat_with_tools(**kwargs))[-1]
-
-
-def awaited(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
-    return asyncio.run(llm.achat_with_tools(**kwargs))
-
-
-def astreamed(llm: CacheBlendLLM, **kwargs: Any) -> ChatResponse:
-    async def read() -> ChatResponse:
-        return [step async for step in await llm.astream_chat_with_tools(**kwargs)][-1]
-
-    return asyncio.run(read())
-
-
-Endpoint = Callable[..., ChatResponse]
-ENDPOINTS: list[Endpoint] = [whole, streamed, awaited, astreamed]
-
-
 @pytest.mark.parametrize(
     "fields", [{"is_chat_model": False}, {"messages_to_prompt": lambda messages: "text"}]
 )
@@ -80,13 +54,11 @@ def test_what_renders_no_tools_calls_none(demo_engine: Engine, fields: dict[str,
     assert not CacheBlendLLM(engine=demo_engine, **fields).metadata.is_function_calling_model
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_an_answer_calls_tools(endpoint: Endpoint, acting: Any) -> None:
+def test_an_answer_calls_tools(ask: Any, acting: Any) -> None:
     llm, script = acting([ADD, SUB])
     history = [ChatMessage("You calculate.", role=MessageRole.SYSTEM)]
-    response = endpoint(
-        llm, tools=TOOLS, user_msg="2+3?", chat_history=history, allow_parallel_tool_calls=True
-    )
+    asked_for = {"user_msg": "2+3?", "chat_history": history, "allow_parallel_tool_calls": True}
+    response = ask(llm, "chat_with_tools", TOOLS, **asked_for)
     (asked,) = script.asked
     assert asked.prompt == ChatPrompt(
         [{"role": "system", "content": "You calculate."}, {"role": "user", "content": "2+3?"}],
@@ -107,7 +79,7 @@ def test_an_answer_calls_tools(endpoint: Endpoint, acting: Any) -> None:
 
 def test_an_answer_that_calls_none_is_text(acting: Any) -> None:
     llm, _ = acting("Five, I think.")
-    response = whole(llm, tools=TOOLS, user_msg="2+3?")
+    response = llm.chat_with_tools(TOOLS, "2+3?")
     assert response.message.content == "Five, I think."
     assert "tool_calls" not in response.message.additional_kwargs
     assert llm.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
@@ -119,7 +91,7 @@ def test_an_answer_that_calls_none_is_text(acting: Any) -> None:
 def test_a_call_that_is_cut_off_is_an_error(calls: tuple[ToolCall, ...], acting: Any) -> None:
     cut = {"text": '{"name": "', "content": "", "tool_calls": calls, "finish_reason": "length"}
     llm, _ = acting(lambda answer: replace(answer, **cut))
-    response = whole(llm, tools=TOOLS, user_msg="2+3?", tool_required=True)
+    response = llm.chat_with_tools(TOOLS, "2+3?", tool_required=True)
     with pytest.raises(ConfigError, match="max_tokens ended the call of a tool"):
         llm.get_tool_calls_from_response(response, error_on_no_tool_call=False)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from typing import Any
@@ -36,46 +35,28 @@ MESSAGES = [
 PASSAGE = "Clara Berg lives in Paris. " * 40
 
 
-def whole(llm: CacheBlendLLM, method: str, asked: Any, **kwargs: Any) -> str:
-    """Return the answer to a prompt or messages, asked for by one of METHODS."""
-
-    async def read() -> str:
-        found = await getattr(llm, method)(asked, **kwargs)
-        if "stream" not in method:
-            return str(found.message.content if "chat" in method else found.text)
-        return "".join([step.delta or "" async for step in found])
-
-    if method.startswith("a"):
-        return asyncio.run(read())
-    found = getattr(llm, method)(asked, **kwargs)
-    if "stream" not in method:
-        return str(found.message.content if "chat" in method else found.text)
-    return "".join(step.delta or "" for step in found)
-
-
-KINDS = ("chat", "stream_chat", "complete", "stream_complete")
-METHODS = [*KINDS, *(f"a{kind}" for kind in KINDS)]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["chat", "complete"])
 def test_each_way_to_ask_says_what_the_engine_says(
-    method: str, llm: CacheBlendLLM, demo_engine: Engine
+    method: str, ask: Any, llm: CacheBlendLLM, demo_engine: Engine
 ) -> None:
-    asked: Any = MESSAGES if "chat" in method else QUESTION
-    plain = [{"role": one.role.value, "content": one.content} for one in MESSAGES]
-    formatted = {} if "chat" in method else {"formatted": True}
-    expected = demo_engine.generate(
-        plain if "chat" in method else QUESTION, SamplingParams(max_tokens=6)
-    )
-    assert whole(llm, method, asked, **formatted) == expected.text
-    long = whole(llm, method, asked, max_tokens=12, ignore_eos=True)
-    first, second = long.split()[:2]
-    assert whole(llm, method, asked, max_tokens=1, ignore_eos=True).strip() == first
-    assert second not in whole(llm, method, asked, max_tokens=12, stop=[second], ignore_eos=True)
+    asked: Any = MESSAGES if method == "chat" else QUESTION
+    plain: Any = QUESTION
+    if method == "chat":
+        plain = [{"role": one.role.value, "content": one.content} for one in MESSAGES]
+
+    def said(**kwargs: Any) -> str:
+        found = ask(llm, method, asked, **kwargs)
+        return str(found.message.content if method == "chat" else found.text)
+
+    expected = demo_engine.generate(plain, SamplingParams(max_tokens=6))
+    assert said(**({} if method == "chat" else {"formatted": True})) == expected.text
+    first, second = said(max_tokens=12, ignore_eos=True).split()[:2]
+    assert said(max_tokens=1, ignore_eos=True).strip() == first
+    assert second not in said(max_tokens=12, stop=[second], ignore_eos=True)
     with pytest.raises(
         ConfigError, match=r"unknown argument 'tokens_max' of a call \(did you mean 'max_"
     ):
-        whole(llm, method, asked, tokens_max=3)
+        said(tokens_max=3)
 
 
 COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 
 from cacheblend_rag import ConfigError, Generation, StructuredOutputs
-from llama_index.llms.cacheblend import CacheBlendLLM
 
 
 class Fact(BaseModel):
@@ -35,38 +33,14 @@ class Fact(BaseModel):
 
 PROMPT = PromptTemplate("Notes: {notes}\nFind a fact.")
 TEXT = '{"name":"Berta","years":[1950,1960]}'
+PREDICT = ("structured_predict", Fact, PROMPT)
 FACT = Fact(name="Berta", years=[1950, 1960])
 SCHEMA = json.dumps(Fact.model_json_schema(), ensure_ascii=False)
 
 
-def predicted(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
-    return llm.structured_predict(Fact, prompt, notes="Berta.", **kwargs)
-
-
-def apredicted(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
-    return asyncio.run(llm.astructured_predict(Fact, prompt, notes="Berta.", **kwargs))
-
-
-def streamed(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
-    return list(llm.stream_structured_predict(Fact, prompt, notes="Berta.", **kwargs))[-1]
-
-
-def astreamed(llm: CacheBlendLLM, prompt: Any = PROMPT, **kwargs: Any) -> Any:
-    async def read() -> Any:
-        steps = await llm.astream_structured_predict(Fact, prompt, notes="Berta.", **kwargs)
-        return [step async for step in steps][-1]
-
-    return asyncio.run(read())
-
-
-Endpoint = Callable[..., Any]
-ENDPOINTS: list[Endpoint] = [predicted, apredicted, streamed, astreamed]
-
-
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_a_prediction_is_held_to_the_schema(endpoint: Endpoint, acting: Any) -> None:
+def test_a_prediction_is_held_to_the_schema(ask: Any, acting: Any) -> None:
     llm, script = acting(TEXT, system_prompt="Be exact.")
-    assert endpoint(llm, llm_kwargs={"max_tokens": 40}) == FACT
+    assert ask(llm, *PREDICT, llm_kwargs={"max_tokens": 40}, notes="Berta.") == FACT
     (asked,) = script.asked
     assert asked.sampling.structured_outputs == StructuredOutputs(json=Fact.model_json_schema())
     assert asked.sampling.max_tokens == 40
@@ -76,10 +50,9 @@ def test_a_prediction_is_held_to_the_schema(endpoint: Endpoint, acting: Any) -> 
     assert user["content"].endswith(SCHEMA)
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_a_completion_model_predicts_too(endpoint: Endpoint, acting: Any) -> None:
+def test_a_completion_model_predicts_too(ask: Any, acting: Any) -> None:
     llm, script = acting(TEXT, is_chat_model=False, system_prompt="Be exact.")
-    assert endpoint(llm) == FACT
+    assert ask(llm, *PREDICT, notes="Berta.") == FACT
     (asked,) = script.asked
     assert asked.sampling.structured_outputs is not None
     assert asked.prompt.startswith("Be exact.\n\nNotes: Berta.\nFind a fact.\n\n")
@@ -89,8 +62,9 @@ def test_a_completion_model_predicts_too(endpoint: Endpoint, acting: Any) -> Non
 def test_the_schema_follows_what_the_user_said_last(acting: Any) -> None:
     llm, script = acting(TEXT, TEXT)
     messages = [ChatMessage("Notes: {notes}"), ChatMessage("Noted.", role=MessageRole.ASSISTANT)]
-    predicted(llm, ChatPromptTemplate(messages))
-    predicted(llm, ChatPromptTemplate([*messages, ChatMessage("Find a fact.")]))
+    llm.structured_predict(Fact, ChatPromptTemplate(messages), notes="Berta.")
+    asking = ChatPromptTemplate([*messages, ChatMessage("Find a fact.")])
+    llm.structured_predict(Fact, asking, notes="Berta.")
     first, second = (asked.prompt for asked in script.asked)
     assert [message["role"] for message in first] == ["user", "assistant", "user"]
     assert first[2]["content"].endswith(SCHEMA)
@@ -105,16 +79,15 @@ def test_streams_show_the_object_grow(acting: Any) -> None:
     assert any(name and name != "Berta" and "Berta".startswith(name) for name in named)
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_an_answer_that_is_cut_or_refused_is_an_error(endpoint: Endpoint, acting: Any) -> None:
+def test_an_answer_that_is_cut_or_refused_is_an_error(ask: Any, acting: Any) -> None:
     def cut(generation: Generation) -> Generation:
         return replace(generation, text=TEXT[:14], content=TEXT[:14], finish_reason="length")
 
     llm, _ = acting(cut, '{"name":"","years":[]}')
     with pytest.raises(ConfigError, match="max_tokens ended the JSON of Fact after 14 characters"):
-        endpoint(llm)
+        ask(llm, *PREDICT, notes="Berta.")
     with pytest.raises(ValidationError, match="a name is missing"):
-        endpoint(llm)
+        ask(llm, *PREDICT, notes="Berta.")
 
 
 def test_a_structured_llm(acting: Any) -> None:
@@ -143,7 +116,7 @@ def test_observers_see_a_prediction(acting: Any) -> None:
     handler, root = Seen(), get_dispatcher()
     root.add_event_handler(handler)
     try:
-        predicted(llm)
+        llm.structured_predict(Fact, PROMPT, notes="Berta.")
     finally:
         root.event_handlers.remove(handler)
     names = [event.class_name() for event in handler.events]
