@@ -162,11 +162,6 @@ class TieredKVStore:
         absent = None if any(tier.is_failing for tier in self.tiers) else False
         return [there or absent for there in held]
 
-    def nbytes(self, key: KVKey) -> int | None:
-        """Return a chunk's stored size in its fastest tier, None when it is not stored."""
-        entry = self._chunks.held([key]).get(key)
-        return None if entry is None else entry.nbytes
-
     def get(self, key: KVKey, *, promote: bool = True) -> Lookup:
         """Read one chunk from the fastest tier that has it; the tensors must not be written to.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
@@ -99,20 +98,6 @@ class Arguments:
         if close := get_close_matches(name.lower(), sorted(names), n=1):
             return f"{unknown} (did you mean {self._own(close[0])!r}?)"
         return f"{unknown}; known: {', '.join(sorted(self.known))}"
-
-
-def read_object(name: str, text: str, example: str) -> dict[str, Any]:
-    """Parse a command-line option that is a JSON object; an empty text is an empty object.
-
-    name: of the option. example: a valid value. Raises ConfigError.
-    """
-    try:
-        found = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}={text!r:.60} must be a JSON object, such as {example}")
-    return found
 
 
 def check_engine_name(engine: str) -> str:

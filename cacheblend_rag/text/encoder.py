@@ -140,11 +140,6 @@ class PromptEncoder:
         self._find_anchors()
         self._known_texts = KnownTexts(known_bytes)
 
-    @property
-    def adds_prefix(self) -> bool:
-        """Whether the tokenizer puts a space before each text."""
-        return bool(self._anchors)
-
     def chunk(self, text: str) -> TokenIds:
         """Return the tokens of a chunk by itself, for which KV is stored.
 
