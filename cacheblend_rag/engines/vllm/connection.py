@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from cacheblend_rag.settings.base import Secret
 from cacheblend_rag.settings.options import check_server_url
 from cacheblend_rag.text.encoder import encode_plainly
 
-REPLICA_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
 """What vLLM calls a request by, in its own id of it and in its logs."""
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
@@ -94,16 +92,12 @@ class VLLMServer(Transport):
         Raises:
             MissingExtraError: without ``openai``.
             EngineUnavailableError: when no vLLM answers.
-            ConfigError: when several models are served and none of them is ``model``, or an
-                argument is out of range.
+            ConfigError: when several models are served and none of them is ``model``, or the URL
+                is none of a server.
         """
         super().__init__()
         api_key = Secret.of(api_key or os.environ.get(KEY_VARIABLE) or NO_KEY)
         check_server_url(url)
-        if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
-            raise ConfigError(f"timeout_seconds={timeout_seconds!r} must be above 0")
-        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
-            raise ConfigError(f"max_retries={max_retries!r} must be at least 0")
         try:
             import openai
         except ImportError as error:
@@ -304,6 +298,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
     All are explicit, since the server's defaults come from the model's generation config.
     """
     asked, form = request.sampling, request.sampling.structured_outputs
+    named = {REQUEST_ID_HEADER: request.request_id} if request.request_id else {}
     return {
         "model": model,
         "prompt": list(request.token_ids),
@@ -315,7 +310,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "presence_penalty": asked.presence_penalty,
         "frequency_penalty": asked.frequency_penalty,
         "logprobs": asked.logprobs,
-        "extra_headers": _headers(request),
+        "extra_headers": {**request.headers, **named},
         "extra_body": {
             "top_k": asked.top_k,
             "min_p": asked.min_p,
@@ -328,16 +323,6 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
             "structured_outputs": form.to_vllm() if form else None,
         },
     }
-
-
-def _headers(request: VLLMRequest) -> dict[str, str]:
-    """Return a request's own headers, with its replica and its id for vLLM."""
-    told = {
-        **request.headers,
-        REPLICA_HEADER: "" if request.replica is None else str(request.replica),
-        REQUEST_ID_HEADER: request.request_id,
-    }
-    return {name: value for name, value in told.items() if value}
 
 
 def _piece(

@@ -27,7 +27,6 @@ from weakref import proxy
 
 from cacheblend_rag.engines.answer import (
     CANCELLED,
-    FULL_PREFILL,
     Delta,
     FinishReason,
     Request,
@@ -40,6 +39,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling, warn_of_ignored
 from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.engines.vllm.protocol.job import (
     MOST_KEYS,
+    NOTHING_FOUND,
     Ask,
     Compare,
     Job,
@@ -61,7 +61,7 @@ from cacheblend_rag.engines.vllm.protocol.result import (
     VerifyResult,
     result_of,
 )
-from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
+from cacheblend_rag.engines.vllm.reporting import Times, prefill_report
 from cacheblend_rag.engines.vllm.same_passages import SamePassages
 from cacheblend_rag.engines.vllm.transport import (
     CANCEL_SECONDS,
@@ -77,7 +77,7 @@ from cacheblend_rag.kv.stored_chunk import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.reason import Miss, Reason
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import Evicted, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
@@ -244,25 +244,22 @@ class VLLMEngine(Engine):
         answer = self._answer(request, self._sent(request))
         return self.transport.background.stream(answer, request.cancel)
 
-    def _sent(self, request: Request) -> Sent:
+    def _sent(self, request: Request) -> VLLMRequest:
         """Return the request for vLLM, which finds what there is to reuse."""
-        tokens = request.prepared.token_ids
-        plain = VLLMRequest(
-            tokens,
+        is_plain = request.full or request.steering.refusal is not None
+        return VLLMRequest(
+            request.prepared.token_ids,
             request.sampling,
             self._salt(request),
+            NOTHING_FOUND if is_plain else self._wish(request),
             request_id=request.request_id,
             headers=request.headers,
         )
-        if request.full:
-            return Sent(plain, reason=FULL_PREFILL)
-        placed = request.prepared.placed
-        if (stopped := request.steering.refusal) is not None:
-            return Sent(plain, placed, stopped, Miss.GUARD_STOPPED)
-        wish = Wish(
+
+    def _wish(self, request: Request) -> Wish:
+        return Wish(
             config=request.config.to_dict(), report_id=uuid.uuid4().hex, **self._of_turns(request)
         )
-        return Sent(replace(plain, wish=wish), placed, refusal=self.blend_refusal)
 
     def _of_turns(self, request: Request) -> dict[str, Any]:
         """Return the fields of a wish or a comparison that name a request's conversation."""
@@ -282,7 +279,7 @@ class VLLMEngine(Engine):
             own = uuid.uuid4().hex  # one that nothing else has
         return "-".join(part for part in (tenant, own) if part) or None
 
-    async def _answer(self, request: Request, sent: Sent) -> AsyncIterator[Delta]:
+    async def _answer(self, request: Request, sent: VLLMRequest) -> AsyncIterator[Delta]:
         """Yield text as it comes."""
         if request.cancel.is_set():
             yield self._answered(request, "", (), "cancelled", CANCELLED)
@@ -293,7 +290,7 @@ class VLLMEngine(Engine):
         ids: list[int] = []
         told: list[TokenLogprob] = []
         told_ids = 0
-        pieces = self.transport.send(sent.request, stream=request.streamed)
+        pieces = self.transport.send(sent, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
             while piece := await next_piece(pieces, request.cancel):
                 ended = time.perf_counter() - started
@@ -311,24 +308,27 @@ class VLLMEngine(Engine):
         result = await self._result(sent, last)
         if last.decode_seconds is not None:
             first = ended - last.decode_seconds
-        times = Times(started, first, ended - first)
-        prefill = prefill_report(sent, reason, result, times)
+        prefill = prefill_report(
+            request,
+            result,
+            Times(started, first, ended - first),
+            cancelled=reason == "cancelled",
+            refusal=self.blend_refusal,
+        )
         asked = request.sampling.logprobs is not None
         yield self._answered(
             request, text, ids, reason, prefill, logprobs=tuple(told) if asked else None
         )
 
-    async def _result(self, sent: Sent, last: Piece) -> Result | None:
+    async def _result(self, sent: VLLMRequest, last: Piece) -> Result | None:
         """Return the connector's result, which may have to be fetched.
 
         vLLM searches for stop strings outside its engine core, without calling the connector.
         """
         result = result_of(last.params)
         ended = last.ended_by
-        if sent.request.wish.report_id and (
-            (isinstance(ended, str) and ended) or isinstance(result, Late)
-        ):
-            asked = Ask(kind="report", report_id=sent.request.wish.report_id)
+        if sent.wish.report_id and ((isinstance(ended, str) and ended) or isinstance(result, Late)):
+            asked = Ask(kind="report", report_id=sent.wish.report_id)
             return await self.transport.carry_out(asked)
         return result
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from cacheblend_rag.engines.answer import FinishReason
+from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.vllm.protocol.result import (
     NO_CONNECTOR,
     BlendResult,
     Failed,
     Result,
 )
-from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED
 from cacheblend_rag.reason import Miss, Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, PrefillReport
@@ -21,21 +19,6 @@ from cacheblend_rag.trace import Trace
 
 PHASES = frozenset({"look_up", "load", "lay_in", "early_layers", "selection", "recompute"})
 """Phases that the worker measures; the client measures the others."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A request to vLLM, with the chunks to reuse, or why none is reused.
-
-    missed: the miss reason of chunks that are not to be reused. refusal: why vLLM stores and blends
-    nothing, as it told last.
-    """
-
-    request: VLLMRequest
-    placed: tuple[PlacedChunk, ...] = ()
-    reason: Reason | None = None
-    missed: Reason | None = None
-    refusal: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +34,19 @@ class Times:
 
 
 def prefill_report(
-    sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
+    request: Request,
+    result: Result | None,
+    times: Times,
+    *,
+    cancelled: bool,
+    refusal: Reason | None,
 ) -> PrefillReport:
-    """Return the connector's result as a report, with the seconds measured by the client."""
+    """Return the connector's result as a report, with the seconds measured by the client.
+
+    refusal: why vLLM stores and blends nothing, as it told last.
+    """
     done = result if isinstance(result, BlendResult) else BlendResult()
-    chunks = _told(sent, done)
+    chunks = _told(request, done)
     blended = any(chunk.hit for chunk in chunks)
     phases, by_tier = _phases(done, times.first)
     first_token = max(0.0, times.first - math.fsum(phases.values()))
@@ -67,7 +58,7 @@ def prefill_report(
         starts["decode"] = times.first
     return replace(
         done,
-        reason=None if blended else _reason(sent, finish_reason, result),
+        reason=None if blended else _reason(request, result, refusal, cancelled=cancelled),
         chunks=chunks,
         seconds={
             **phases,
@@ -76,7 +67,7 @@ def prefill_report(
             "decode": times.rest,
         },
         starts={name: times.started + seconds for name, seconds in starts.items()},
-        trace=_trace(sent, done),
+        trace=_trace(request, done),
         load_by_tier=by_tier,
         prefix_tokens=min(max(done.prefix_tokens, 0), chunks[0].start) if chunks else 0,
         was_run=True,
@@ -95,43 +86,48 @@ def _phases(done: BlendResult, first: float) -> tuple[dict[str, float], dict[str
     return {name: seconds * scale for name, seconds in phases.items()}, by_tier
 
 
-def _trace(sent: Sent, done: BlendResult) -> Trace | None:
+def _trace(request: Request, done: BlendResult) -> Trace | None:
     """Return the trace; None if it was not asked for, or does not fit the prompt."""
-    is_asked = sent.request.wish.config.get("trace")
-    fits = done.trace is not None and done.trace.fits(len(sent.request.token_ids))
-    return done.trace if is_asked and fits else None
+    fits = done.trace is not None and done.trace.fits(len(request.prepared.token_ids))
+    return done.trace if request.config.trace and fits else None
 
 
-def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
+def _reason(
+    request: Request, result: Result | None, refusal: Reason | None, *, cancelled: bool
+) -> Reason:
     """Return why nothing was reused."""
-    if sent.reason:
-        return sent.reason
+    if request.full:
+        return FULL_PREFILL
+    if request.steering.refusal is not None:
+        return request.steering.refusal
     match result:
-        case BlendResult(reason=why) if why == NO_CHUNK and sent.placed:
-            return sent.refusal or NOT_STORED
+        case BlendResult(reason=why) if why == NO_CHUNK and request.prepared.placed:
+            return refusal or NOT_STORED
         case BlendResult(reason=why):
             return why or NOT_STORED
         case Failed(error=why):
             return why
-        case _ if finish_reason == "cancelled":
+        case _ if cancelled:
             return Reason(ReasonCode.CANCELLED, "cancelled before it was told")
         case _:
             return NO_CONNECTOR
 
 
-def _told(sent: Sent, done: BlendResult) -> tuple[ChunkReport, ...]:
+def _told(request: Request, done: BlendResult) -> tuple[ChunkReport, ...]:
     """Return the reports of chunks that vLLM found, and of known ones where it found nothing.
 
     The tokens of a known chunk may have been found in another one that has them, too.
     """
-    known = {(one.key.chunk_id, one.start): one.document_id for one in sent.placed}
+    placed = () if request.full else request.prepared.placed
+    miss = Miss.NOT_STORED if request.steering.refusal is None else Miss.GUARD_STOPPED
+    known = {(one.key.chunk_id, one.start): one.document_id for one in placed}
     chunks = [
         replace(chunk, document_id=known.get((chunk.chunk_id, chunk.start)))
         for chunk in done.chunks
     ]
     missed = [
-        one.report(sent.missed or Miss.NOT_STORED)
-        for one in sent.placed
+        one.report(miss)
+        for one in placed
         if not any(c.start < one.end and one.start < c.start + c.tokens for c in chunks)
     ]
     return tuple(sorted((*chunks, *missed), key=lambda chunk: chunk.start))

@@ -42,7 +42,7 @@ def request_of(
     full: bool = False,
 ) -> VLLMRequest:
     """What an engine sends to vLLM for a prompt."""
-    return engine._sent(engine._request(prompt, sampling, config, full=full)).request
+    return engine._sent(engine._request(prompt, sampling, config, full=full))
 
 
 def share_cores(environment: pytest.MonkeyPatch) -> None:

@@ -463,10 +463,6 @@ def test_a_stream_that_breaks_off_is_an_error(canned: CannedServer, connect: Ope
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
-        ({"timeout_seconds": float("inf")}, "timeout_seconds=inf"),
-        ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
-        ({"max_retries": True}, "max_retries=True"),
         ({"url": "localhost:8000"}, "must be like http://host:8000"),
         ({"url": "http://me:sesame@localhost:8000"}, "give its key as api_key="),
     ],

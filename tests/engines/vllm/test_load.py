@@ -154,7 +154,6 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     assert not connector.late
     assert not worker.at_work
     assert not worker.blender.at_work
-    assert not worker.blender.sources
     assert until(lambda: worker.blender.store.reads.room.left == ROOM_AHEAD_BYTES)
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]

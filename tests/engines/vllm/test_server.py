@@ -27,7 +27,6 @@ from cacheblend_rag import (
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND, PARAMETER, VERSION
 from cacheblend_rag.errors import CacheBlendError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.kv.samples import until
@@ -119,8 +118,6 @@ def store(engine: VLLMEngine, *texts: str) -> None:
 TEXTS = [words(110, 700 + i) for i in range(8)]
 LEAST = 100
 """Tokens that every request here reuses at least: its texts have several hundred."""
-ALL = {"recompute_ratio": 1.0, "cost_model": False}
-EXACT = {PARAMETER: {"version": VERSION, "kind": "find", "config": ALL}}
 numbers = count()
 
 
@@ -174,24 +171,6 @@ def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI, strea
     with pytest.raises(openai.BadRequestError, match="maximum context length") as told:
         client.chat.completions.create(model="toy", messages=long, stream=streams)
     assert told.value.code == "context_length_exceeded"
-
-
-def test_ratio_1_is_plain_and_plain_is_never_blended(client: openai.OpenAI) -> None:
-    def logprobs(answer: Any) -> list[float]:
-        return [token.logprob for token in answer.choices[0].logprobs.content]
-
-    number, told = next(numbers), {"logprobs": True}
-    off = {"kv_transfer_params": NOTHING_FOUND.to_params()}
-    fresh = chat(client, number, extra_body={**off, "cache_salt": "of its own"}, **told)
-    assert cached(fresh) == 0
-    blended = chat(client, number, **told)
-    assert logprobs(blended) != pytest.approx(logprobs(fresh), abs=1e-3)
-    after = chat(client, number, extra_body=off, **told)
-    assert logprobs(after) == pytest.approx(logprobs(fresh), abs=1e-5)
-    exact = chat(client, number, extra_body={"kv_transfer_params": EXACT}, **told)
-    assert logprobs(exact) == pytest.approx(logprobs(fresh), abs=1e-5)
-    assert all(chunk["hit"] for chunk in exact.kv_transfer_params[PARAMETER]["chunks"])
-    assert cached(chat(client, number, **told)) >= cached(blended)
 
 
 class TestUnmodifiedClients(UnmodifiedClients):

@@ -38,6 +38,21 @@ DEVICE_ERRORS = (torch.AcceleratorError,)
 """Errors after which no operation on the device succeeds."""
 
 
+@dataclass
+class Running:
+    """A job that is worked on.
+
+    source: reads the chunks to blend. seconds: worked on it so far. has_met: whether it has run
+    layers, in which ranks wait for each other.
+    """
+
+    allotted: Allotted
+    source: LayerSource
+    work: Work
+    seconds: float = 0.0
+    has_met: bool = False
+
+
 @dataclass(frozen=True)
 class _OutOfMemory:
     """A step of a job ran out of memory; lack: one line about it."""
@@ -82,12 +97,7 @@ class Blender:
         self._identify = identify
         self._pace = Pace(make_event)
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
-        self.at_work: dict[str, Work] = {}
-        self.sources: dict[str, LayerSource] = {}
-        self.allotted: dict[str, Allotted] = {}
-        self._worked: dict[str, float] = {}
-        self._together: set[str] = set()
-        self._idle: set[str] = set()
+        self.at_work: dict[str, Running] = {}
 
     @property
     def store(self) -> TieredKVStore:
@@ -124,33 +134,22 @@ class Blender:
 
     def start(self, allotted: Allotted) -> None:
         """Accept a job, and begin to read the chunks to blend; ``advance`` runs it."""
-        self._leave(allotted.request_id)
-        self.allotted[allotted.request_id] = allotted
+        self.cancel(allotted.request_id)
         source = self.jobs.source(allotted)
-        self.sources[allotted.request_id] = source
-        self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
-        self._worked[allotted.request_id] = 0.0
-        if allotted.waits:
-            self._idle.add(allotted.request_id)
+        work = self.jobs.work(allotted, source)
+        self.at_work[allotted.request_id] = Running(allotted, source, work)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a job; returns whether it was running."""
-        self._worked.pop(request_id, None)
-        self._leave(request_id)
-        return self.at_work.pop(request_id, None) is not None
-
-    def _leave(self, request_id: str) -> None:
-        """Free the resources of a finished job: chunks that it did not take."""
-        self._together.discard(request_id)
-        self.allotted.pop(request_id, None)
-        self._idle.discard(request_id)
-        if (source := self.sources.pop(request_id, None)) is not None:
-            source.close()
+        running = self.at_work.pop(request_id, None)
+        if running is not None:
+            running.source.close()
+        return running is not None
 
     @property
     def is_idle(self) -> bool:
         """Whether all remaining jobs are for idle time."""
-        return self.at_work.keys() <= self._idle
+        return all(running.allotted.waits for running in self.at_work.values())
 
     def advance(
         self, seconds: float, resting: Collection[str] = ()
@@ -162,48 +161,45 @@ class Blender:
         """
         until = time.perf_counter() + seconds
         idle = self.is_idle
-        for request_id, work in list(self.at_work.items()):
-            if request_id in resting or (request_id in self._idle) != idle:
+        for request_id, running in list(self.at_work.items()):
+            if request_id in resting or running.allotted.waits != idle:
                 continue
             started = time.perf_counter()
-            result = self._step(request_id, work, until)
-            self._worked[request_id] += time.perf_counter() - started
+            result = self._step(running, until)
+            running.seconds += time.perf_counter() - started
             if result is None:
                 return
-            del self.at_work[request_id]
-            self._leave(request_id)
-            seconds = self._worked.pop(request_id)
+            self.cancel(request_id)
             if isinstance(result, BlendResult | Failed):
-                result = replace(result, work_seconds=seconds)
+                result = replace(result, work_seconds=running.seconds)
             yield request_id, result
 
     @torch.inference_mode()
-    def _step(self, request_id: str, work: Work, until: float) -> Result | None:
+    def _step(self, running: Running, until: float) -> Result | None:
         """Run a job until it is done or time is up; None if it is not done.
 
         Ranks stop after the same step, since all of them take part in each step: the first one's
         clock decides, and a failure of one is a failure of all.
         """
         while True:
-            result = self._next_result(request_id, work)
+            result = self._next_result(running)
             has_failed = isinstance(result, Failed | _OutOfMemory)
             if isinstance(result, _OutOfMemory):
-                result = self._given_up(request_id, result.lack)
+                result = self._given_up(running.allotted, result.lack)
             failed, late = self._agreed(has_failed, self._pace.is_over(until))
             if result is not None or failed:
                 return RANK_FAILED if failed and not has_failed else result
             if late:
                 return None
 
-    def _given_up(self, request_id: str, lack: str) -> Result:
+    def _given_up(self, allotted: Allotted, lack: str) -> Result:
         """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
-        allotted = self.allotted[request_id]
         kind = "blend" if allotted.is_blend else getattr(allotted.work, "kind", "")
         logger.warning("a %s job is abandoned: %s (%s)", kind, Miss.NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
-    def _next_result(self, request_id: str, work: Work) -> Result | _OutOfMemory | None:
+    def _next_result(self, running: Running) -> Result | _OutOfMemory | None:
         """Run a job's next step; returns its result after the last one, or if it failed.
 
         Once a job runs layers, ranks synchronize within its steps: a failure of one rank must then
@@ -212,12 +208,12 @@ class Blender:
         """
         self.stack.met = False
         try:
-            next(work)
+            next(running.work)
         except StopIteration as done:
             ended: Result = done.value
             return ended
         except Exception as error:
-            has_met = self.stack.met or request_id in self._together
+            has_met = self.stack.met or running.has_met
             lack = lack_of_memory(error)
             is_dead = isinstance(error, DEVICE_ERRORS) and lack is None
             if is_dead or (has_met and get_tp_group().world_size > 1):
@@ -231,8 +227,7 @@ class Blender:
                 return Failed(Reason(ReasonCode.FAILED, str(error)))
             logger.exception("a request could not be blended")  # it must not end the server
             return Failed(Reason(ReasonCode.FAILED, f"blending failed: {type(error).__name__}"))
-        if self.stack.met:
-            self._together.add(request_id)
+        running.has_met |= self.stack.met
         return None
 
     def _agreed(self, failed: bool, late: bool) -> tuple[bool, bool]:

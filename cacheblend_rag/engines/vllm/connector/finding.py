@@ -22,7 +22,6 @@ from cacheblend_rag.engines.vllm.protocol.job import Compare, Precompute, StoreJ
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     EvictResult,
-    Failed,
     PrecomputeResult,
     Result,
 )
@@ -80,7 +79,6 @@ class Finding:
         profile = settings.profile
         self.config = profile.blended(BlendConfig()) if profile else BlendConfig()
         self._marks = Marks()
-        self._gives_up = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, settings: ConnectorSettings) -> Finding:
@@ -115,7 +113,7 @@ class Finding:
         except Exception as error:  # whatever it is, it must not end vLLM
             return Pending(reason=malformed(error), counts=True)
         is_asked, wish = wish is not None, wish or SERVERS_OWN
-        if wish.kind != "find" or (not is_asked and (self.mode != "on" or self._gives_up)):
+        if wish.kind != "find" or (not is_asked and self.mode != "on"):
             return Pending(answers=False, is_last=wish.kind == "idle")
         found: Pending | Reason | None = NEVER if self.mode == "off" else refusal
         found = found or obstacle_of(request)
@@ -191,12 +189,9 @@ class Finding:
                 self.finder.forget(namespace, job.lead_in, job.keys, job.conversation)
             case Precompute() as job, PrecomputeResult() if self.mode != "off":
                 self.finder.learn(namespace, _run(job, result))
-        match result:
-            case BlendResult() if pending.blend is not None:
-                told = zip(pending.work_found, result.chunks, strict=False)
-                self.finder.note_missing(one.name for one, it in told if it.reason == MISSING)
-            case Failed(error=why) if pending.blend and why.code.startswith("unsupported_"):
-                self._gives_up = True  # the worker blends nothing, ever
+        if isinstance(result, BlendResult) and pending.blend is not None:
+            told = zip(pending.work_found, result.chunks, strict=False)
+            self.finder.note_missing(one.name for one, it in told if it.reason == MISSING)
 
 
 def malformed(error: Exception) -> Reason:

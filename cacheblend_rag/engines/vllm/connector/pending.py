@@ -9,7 +9,7 @@ from cacheblend_rag.engines.found_chunk import FoundChunk
 from cacheblend_rag.engines.vllm.connector.prefix import Stretch, undo
 from cacheblend_rag.engines.vllm.protocol.job import Job
 from cacheblend_rag.engines.vllm.protocol.result import Result
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import BlendConfig
 
@@ -108,16 +108,3 @@ class Pending:
         is_plain = self.first <= self.shared_by[0] and not any(c.is_turn for c in self.work_found)
         if self.request and self.blend and self.blend.config.reuse_prefix and is_plain:
             undo(self.request, self.salt)
-
-    def too_little(self, computed: int) -> Reason | None:
-        """Return why what is left to blend after so many cached tokens is not worth it, or None."""
-        if self.blend is None or not self.left_out:
-            return None
-        tokens, least = sum(c.tokens for c in self.work_found), self.blend.config.min_tokens
-        if tokens >= least:
-            return None
-        return Reason(
-            ReasonCode.TOO_SHORT,
-            f"vLLM's prefix cache holds the first {computed} tokens; the {tokens} reusable tokens "
-            f"after them are fewer than min_tokens={least}",
-        )

@@ -180,14 +180,12 @@ class ConnectorScheduler:
         pending.leave_out(computed)
         pending.cached = tuple(map(held_report, blend.chunks[: pending.left_out]))
         work = _work_of(request, pending.mark, tokens)
-        why = self._needless(pending, tokens, computed)
-        if why is not None:
+        if self._is_cached(pending, tokens, computed):
             if pending.result is None and work in self._blended:
                 pending.result = _repeated(self._blended[work], pending.shared)
             elif pending.result is None:
                 pending.cached = ()
-                pending.result = held_result(blend.chunks, computed, why)
-            pending.reason = why
+                pending.result = held_result(blend.chunks, computed, CACHED)
             return 0, False
         if self._is_under_way(work, request):
             return None, False
@@ -197,13 +195,12 @@ class ConnectorScheduler:
         pending.tokens, pending.work = tokens, work
         return tokens - computed, True
 
-    def _needless(self, pending: Pending, tokens: int, computed: int) -> Reason | None:
-        """Return why nothing is to be blended: vLLM's prefix cache has enough; None if it has not.
+    def _is_cached(self, pending: Pending, tokens: int, computed: int) -> bool:
+        """Whether vLLM's prefix cache has all that would be blended.
 
         Of what was blended before, only an incomplete last block is missing: vLLM computes it.
         """
-        least = self._block_size if computed > pending.shared else 1
-        return CACHED if tokens - computed < least else pending.too_little(computed)
+        return tokens - computed < (self._block_size if computed > pending.shared else 1)
 
     def _is_under_way(self, work: str, request: Request) -> bool:
         """Whether a prompt with found chunks is being blended for another request already."""

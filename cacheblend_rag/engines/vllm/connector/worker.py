@@ -148,38 +148,35 @@ class ConnectorWorker:
     def _work(self, step: StepJobs) -> None:
         """Begin new jobs, and run all for a slice."""
         self.at_work |= {new.request_id: new for new in step.jobs}
-        if self.blender is None:
-            for new in step.jobs:
-                self._finish(
-                    new.request_id,
-                    self.status(new.namespace)
-                    if _asks_status(new)
-                    else Failed(self._refusal or OTHER_RANK),
-                )
-            return
-        for request_id in step.gone:
-            if self.blender.cancel(request_id):
-                self._finish(request_id, CANCELLED)
-        if (step.jobs or step.reset) and self.blender.has_other_weights():
-            for request_id in [*self.blender.at_work]:
-                self.blender.cancel(request_id)
-                self._finish(request_id, WEIGHTS_CHANGED)
+        blender = self.blender
+        if blender is not None:
+            self._end_jobs(blender, step)
         for new in step.jobs:
-            self._begin(self.blender, new)
+            if isinstance(new.work, Ask) and new.work.kind == "status":
+                self._finish(new.request_id, self.status(new.namespace))
+            elif blender is None:
+                self._finish(new.request_id, Failed(self._refusal or OTHER_RANK))
+            else:
+                blender.start(new)
+        if blender is None:
+            return
         # Another request may compute the blocks of a prefix that was just found in this very step.
         resting = {new.request_id for new in step.jobs if step.busy and new.first}
-        slices = self.blender.slices
-        if not self.blender.is_idle:
-            self._advance(self.blender, slices.busy if step.busy else slices.idle, resting=resting)
+        slices = blender.slices
+        if not blender.is_idle:
+            self._advance(blender, slices.busy if step.busy else slices.idle, resting=resting)
         elif not step.busy:  # filling must delay new requests as little as possible
-            self._advance(self.blender, slices.busy)
+            self._advance(blender, slices.busy)
 
-    def _begin(self, blender: Blender, new: Allotted) -> None:
-        """Begin a job; the status is told at once."""
-        if _asks_status(new):
-            self._finish(new.request_id, self.status(new.namespace))
-        else:
-            blender.start(new)
+    def _end_jobs(self, blender: Blender, step: StepJobs) -> None:
+        """End the jobs of requests that ended, and all if the model has other weights."""
+        for request_id in step.gone:
+            if blender.cancel(request_id):
+                self._finish(request_id, CANCELLED)
+        if (step.jobs or step.reset) and blender.has_other_weights():
+            for request_id in [*blender.at_work]:
+                blender.cancel(request_id)
+                self._finish(request_id, WEIGHTS_CHANGED)
 
     def _advance(self, blender: Blender, seconds: float, resting: Collection[str] = ()) -> None:
         for request_id, result in blender.advance(seconds, resting=resting):
@@ -251,10 +248,6 @@ class ConnectorWorker:
         """Return results for the scheduler's side."""
         results, self._results = self._results, {}
         return StepResults(results) if results else None
-
-
-def _asks_status(allotted: Allotted) -> bool:
-    return isinstance(allotted.work, Ask) and allotted.work.kind == "status"
 
 
 def _stored(store: TieredKVStore, tenant: str) -> StoredKV:

@@ -20,8 +20,7 @@ from vllm.v1.request import Request
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, Generation
 from cacheblend_rag.engines.vllm import same_passages
-from cacheblend_rag.engines.vllm.connector.block_layout import FP8, block_layout
-from cacheblend_rag.engines.vllm.connector.paged_cache import PagedCache
+from cacheblend_rag.engines.vllm.connector.paged_cache import FP8, PagedCache, block_layout
 from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import NOTHING_FOUND
