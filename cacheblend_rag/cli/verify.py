@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +12,6 @@ from cacheblend_rag.models import LOCAL_MODELS
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
-    from cacheblend_rag.progress import ProgressCallbacks
     from cacheblend_rag.quality.verify import Verdict
 
 MARKS = {"ok": "[green]ok[/green]", "failed": "[red]failed[/red]", "skipped": "skipped"}
@@ -38,31 +37,27 @@ def verify_command(
         config = named_settings.engine_config(settings, engine=None, model=None)
         checks.check_placement(config.device, config.dtype)
         from cacheblend_rag.quality.questions import choose_questions
+        from cacheblend_rag.quality.verify import verify_model
 
         data = choose_questions(dataset, QUESTIONS) if dataset else None
         with output.progress_bar(lines=True) as progress:
-            verdict = verified(model, progress, data=data, config=config)
+            task = progress.begin(f"verifying {model}", 0)
+            verdict = verify_model(
+                model,
+                data=data,
+                config=config,
+                on_check=lambda check: task.note(f"{check.name}: {check.status}"),
+            )
+            task.end()
     if as_json:
         output.print_json(verdict.to_dict())
     else:
-        print_verdict(verdict)
+        _print(verdict)
     if not verdict.passed:
         raise typer.Exit(1)
 
 
-def verified(model: str, progress: ProgressCallbacks, **settings: Any) -> Verdict:
-    """Return the verdict on a model, and show each check; settings: as for verify_model."""
-    from cacheblend_rag.quality.verify import verify_model
-
-    task = progress.begin(f"verifying {model}", 0)
-    verdict = verify_model(
-        model, on_check=lambda check: task.note(f"{check.name}: {check.status}"), **settings
-    )
-    task.end()
-    return verdict
-
-
-def print_verdict(verdict: Verdict) -> None:
+def _print(verdict: Verdict) -> None:
     """Print a page: a line for each check, with the remedy of one that failed, and the verdict."""
     from rich.markup import escape
     from rich.table import Table

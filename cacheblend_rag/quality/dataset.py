@@ -16,7 +16,6 @@ hold the answer. The whole documents beside the retrieved chunks allow the lead-
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,13 @@ class PromptFrame:
         """Strings that end an answer: without a chat template, the end of its line."""
         return () if self.is_rendered else ("\n",)
 
-    def prompt(self, question: EvalQuestion) -> BlendPrompt:
-        """Return opening, passages and question as explicit segments."""
-        return self._around(question, question.passages)
-
-    def without_passages(self, question: EvalQuestion) -> BlendPrompt:
-        """Return the same prompt without its passages."""
-        return self._around(question, ())
+    def prompt(self, question: EvalQuestion, *, bare: bool = False) -> BlendPrompt:
+        """Return opening, passages and question as explicit segments; bare: without passages."""
+        passages = () if bare else question.passages
+        between = [part for passage in passages for part in (passage, SEPARATOR)]
+        parts = (self.opening, *between, f"Question: {question.question}{self.closing}")
+        prompt = BlendPrompt.of(*(part for part in parts if part != ""))
+        return replace(prompt, is_rendered=self.is_rendered)
 
     def to_measure(self, question: EvalQuestion) -> Prompt:
         """Return a question as a prompt to be measured, with its documents and gold answers."""
@@ -121,15 +120,9 @@ class PromptFrame:
             asked=self.prompt(question),
             documents=question.documents,
             golds=question.answers,
-            bare=self.without_passages(question),
+            bare=self.prompt(question, bare=True),
             name=f"question {question.question!r}",
         )
-
-    def _around(self, question: EvalQuestion, passages: Sequence[Chunk]) -> BlendPrompt:
-        between = [part for passage in passages for part in (passage, SEPARATOR)]
-        parts = (self.opening, *between, f"Question: {question.question}{self.closing}")
-        prompt = BlendPrompt.of(*(part for part in parts if part != ""))
-        return replace(prompt, is_rendered=self.is_rendered)
 
 
 def _question_to_json(question: EvalQuestion) -> dict[str, Any]:

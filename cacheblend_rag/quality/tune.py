@@ -190,14 +190,9 @@ def tune_model(
             plain = [reuse(base, "instruction"), reuse(base, lead_in)]
             tried = list(dict.fromkeys([*plain, *tried]))
         rows = evaluate(
-            engine,
-            frame,
-            data,
-            [FULL, *tried],
-            max_tokens=max_tokens,
-            log=log,
-            on_question=on_prompt,
-        )
+            engine, frame, data, [FULL, *tried],
+            max_tokens=max_tokens, log=log, on_question=on_prompt,
+        )  # fmt: skip
         if wanted.kind == "score" and not rows[0].f1.value:
             raise ConfigError(
                 f"full prefill answered none of {len(data.questions)} questions: compare by --bar "

@@ -200,7 +200,7 @@ def test_prompts_are_those_of_ask(tokenizer):
     texts = tuple(passage.text for passage in asked.passages)
     prompt = frame.prompt(asked)
     assert prompt.text == ask.render([Turn.of("Which?", texts)])
-    assert frame.without_passages(asked).text == ask.render([Turn("Which?")])
+    assert frame.prompt(asked, bare=True).text == ask.render([Turn("Which?")])
     rendered = bool(getattr(tokenizer, "chat_template", None))
     assert (frame.opening, prompt.is_rendered) == (ask.lead_in, rendered)
     assert [s.chunk for s in prompt.segments if s.chunk] == list(asked.passages)
