@@ -77,9 +77,6 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
             find_ordinary_prefill(model, opened)
 
 
-# Large key biases
-
-
 # Queries scaled by their absolute position, as Ministral 3's are
 
 
