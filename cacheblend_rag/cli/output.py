@@ -17,14 +17,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
-from rich.text import Text
 
 from cacheblend_rag import progress
 from cacheblend_rag.printable import one_line as one_line  # noqa: PLC0414 - commands' name for it
@@ -101,7 +99,7 @@ def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
         BarColumn(bar_width=BAR_CELLS),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        _NoteColumn(table_column=_one_line(ratio=1)),
+        TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(ratio=1)),
     )
     disable = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable, expand=True) as drawn:
@@ -134,7 +132,7 @@ def _told_in_lines(progress: Progress) -> Iterator[None]:
 
 def _line(task: Task) -> str:
     count = f" {task.completed:.0f}/{task.total:.0f}" if task.total else ""
-    note = task.fields.get("note")
+    note = task.fields["note"]
     return f"{task.description}{count}{f', {note}' if note else ''}"
 
 
@@ -152,7 +150,7 @@ class _ProgressBar(ProgressCallbacks):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        task = self._progress.add_task(one_line(name), total=None)
+        task = self._progress.add_task(one_line(name), total=None, note="")
         try:
             with super().phase(name):
                 yield
@@ -160,7 +158,7 @@ class _ProgressBar(ProgressCallbacks):
             self._progress.remove_task(task)
 
     def begin(self, name: str, steps: int) -> progress.Task:
-        return _Bar(self._progress, self._progress.add_task(one_line(name), total=steps))
+        return _Bar(self._progress, self._progress.add_task(one_line(name), total=steps, note=""))
 
 
 class _Bar(progress.Task):
@@ -175,11 +173,6 @@ class _Bar(progress.Task):
 
     def end(self) -> None:
         self._progress.remove_task(self._task)
-
-
-class _NoteColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields.get("note", "")))
 
 
 def percent(share: float) -> str:
