@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
-from pydantic import Field
 
 from cacheblend_rag.cli import asking, options, output, serve_vllm
 from cacheblend_rag.cli.named_settings import SetOption, gathered, named
@@ -65,7 +64,7 @@ class ServerSettings(Settings):
     """Longest body of a request, in MiB."""
     top_k: Positive = asking.TOP_K
     """Passages of a collection to retrieve."""
-    order: Annotated[PassageOrder, Field(strict=False)] = PassageOrder.SCORE
+    order: Literal["score", "document", "reverse"] = "score"
     """Their order in a prompt."""
     cite: bool = False
     """Whether answers from a collection end with their sources."""
@@ -130,8 +129,9 @@ def serve_command(
 ) -> None:
     """Start an OpenAI-compatible server that blends: vLLM's, or one over the embedded engine.
 
-    All other options are passed to vLLM. VLLM_API_KEY in the environment is the key that clients
-    must send, on every path but /health; CACHEBLEND_STORE_KEY the one for storing and evicting.
+    --set takes guard and find, and of a collection top_k, order and cite. Other options are passed
+    to vLLM. VLLM_API_KEY in the environment is the key that clients must send, on every path but
+    /health; CACHEBLEND_STORE_KEY the one for storing and evicting.
     """
     kinds = (ConnectorSettings, EngineConfig, StoreConfig, BlendConfig, LeadInConfig)
     found = named(settings, *kinds, ServerSettings)
@@ -283,7 +283,7 @@ def _serve_collection(
         from cacheblend_rag.api.app import create_app
         from cacheblend_rag.api.collection import Retriever, name_of
 
-        retriever = Retriever(asker, own.top_k, own.order, own.cite)
+        retriever = Retriever(asker, own.top_k, PassageOrder(own.order), own.cite)
         name = name_of(folder)
         made = create_app(asker.engine, name=name, retriever=retriever, documents=False)
         _run(address, name, made)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from cacheblend_rag.cli.serve import ServerSettings
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.quality.questions import QuestionSettings
 from cacheblend_rag.settings import (
@@ -28,6 +29,7 @@ MODELS: Mapping[type[Settings], str] = {
     BlendConfig: "A request",
     Profile: "A profile",
     GuardConfig: "A guard",
+    ServerSettings: "A server",
     ConnectorSettings: "A vLLM server",
     QuestionSettings: "Questions",
 }
