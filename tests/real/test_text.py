@@ -1,7 +1,8 @@
-"""SmolLM2 reads real passages in the tokens of its own tokenizer, and answers as it does alone."""
+"""SmolLM2, by its name, reads real passages in its own tokens, and answers as it does alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine, load_tokenizer
 from cacheblend_rag.demo.passages import load_passages
 
 SAMPLE = load_passages()
 TEXTS = [passage.text for passage in SAMPLE.passages]
 QUESTION = SAMPLE.questions[0].question
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 EXACT = BlendConfig(recompute_ratio=1.0, min_tokens=0)
 JOINS: dict[str, Callable[[list[str]], str]] = {
@@ -86,3 +88,40 @@ def test_ratio_1_is_the_models_own_answer_to_a_chat(engine: TransformersEngine) 
     assert [chunk.hit for chunk in blended.report.chunks] == [True] * 3
     assert blended.token_ids == wanted
     assert engine.generate_full(messages, GREEDY).token_ids == wanted
+
+
+# The model by its name
+
+
+def test_smollm2_answers_a_question_and_stops(engine: TransformersEngine) -> None:
+    answer = engine.generate(CAPITAL, SamplingParams(max_tokens=20))
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
+    assert (engine.model_name, engine.context_window) == ("smollm2", 8192)
+    assert engine.blend_refusal is None
+
+
+def test_smollm2_has_its_roles_and_its_template(
+    engine: TransformersEngine, smollm2_folder: Path
+) -> None:
+    tokenizer = load_tokenizer("smollm2")
+    roles = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token)
+    assert roles == ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>")
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    generation = json.loads((smollm2_folder / "generation_config.json").read_text())
+    assert (generation["bos_token_id"], generation["eos_token_id"]) == (1, 2)
+    assert tokenizer.model_max_length == 8192
+    text = tokenizer.apply_chat_template(CAPITAL, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_smollm2s_tokens_are_those_it_was_trained_on(smollm2_folder: Path) -> None:
+    tokenizer = load_tokenizer("smollm2")
+    assert tokenizer("the year 1984").tokens() == ["the", "Ġyear", "Ġ", "1", "9", "8", "4"]
+    assert tokenizer("a  12").tokens() == ["a", "ĠĠ", "1", "2"]
+    for text in ("Größe, naïve, 漢字 🙂\n\n\tx", "it's  1,000.50 €"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
