@@ -60,6 +60,7 @@ $(PROGRAMS):
 lint: $(ENV)/.ready-dev ## check style, types, the layers between modules, and that the code does not grow
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tests.ceilings
+	$(BIN)/hadolint examples/docker/*Dockerfile
 	for folder in $(INTEGRATIONS); do $(MAKE) -C $$folder lint BIN=$(CURDIR)/$(BIN) || exit 1; done
 	$(MAKE) docs
 docs: $(ENV)/.ready-dev ## build the documentation as a site, in build/site; a broken link is an error
