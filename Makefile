@@ -18,7 +18,7 @@ VLLM_TESTS := tests/examples/test_fleet.py tests/cli/test_on_vllm.py tests/famil
 # Run again with vLLM's defaults on a GPU: see tests/engines/vllm/forking.py.
 GPU_DEFAULTS := $(addprefix tests/engines/vllm/,test_load.py connector/test_kv_groups.py connector/test_gpu_defaults.py)
 PROGRAMS := redis-server nginx npm chromium
-.PHONY: help setup demo test test-core test-vllm test-integrations lint docs format $(PROGRAMS) $(INTEGRATIONS)
+.PHONY: help setup demo test test-core test-vllm test-integrations test-installed lint docs format $(PROGRAMS) $(INTEGRATIONS)
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,14 +44,16 @@ $(ENV)/.ready-vllm: $(ENV)/.ready-dev
 	touch $@
 
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
+test-installed: $(ENV)/.ready-dev ## build the three distributions, and try them in an environment of their own
+	$(PYTEST) --numprocesses 0 tests/installed
 test-core: redis-server nginx npm chromium setup ## run the tests that need no vLLM
-	$(PYTEST) $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
+	$(PYTEST) --ignore tests/installed $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 test-vllm: $(PROGRAMS) setup $(ENV)/.ready-vllm ## run the tests on vLLM's CPU build
 	$(PYTEST) $(VLLM_CONTRACTS)
 	$(PYTEST) $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(PYTEST) --dist loadscope -k "not gemma2" $(GPU_DEFAULTS)
 test-integrations: setup $(ENV)/.ready-vllm ## run the tests of integrations/, on vLLM too, and the notebooks
-	$(PYTEST) --nbmake examples
+	$(PYTEST) --nbmake examples tests/installed
 	$(ALONE) $(MAKE) --jobs 2 --output-sync=target $(INTEGRATIONS)
 $(INTEGRATIONS):
 	$(MAKE) -C $@ test integration_tests server_tests BIN=$(CURDIR)/$(BIN)

@@ -16,7 +16,7 @@ from typing import Self
 
 from cacheblend_rag import EngineUnavailableError
 
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 HOST = "127.0.0.1"
 BUCKET = "chunks"
 S3_CREDENTIALS: Mapping[str, str] = {
