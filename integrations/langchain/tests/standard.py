@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from langchain_cacheblend import ChatCacheBlend
@@ -15,6 +16,9 @@ Detail = Literal[
 
 class ToolsAndForms(ChatModelIntegrationTests):
     """All of the suite but images, sound, PDF and another model for one call."""
+
+    known = "hello"
+    """A text that is asked about where cached tokens are counted."""
 
     @property
     def chat_model_class(self) -> type[ChatCacheBlend]:
@@ -38,3 +42,12 @@ class ToolsAndForms(ChatModelIntegrationTests):
         self,
     ) -> dict[Literal["invoke", "stream"], list[Detail]]:
         return {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}
+
+    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
+        llm = ChatCacheBlend(**self.chat_model_params, max_tokens=4)
+        if not stream:
+            return llm.invoke(self.known)
+        full = AIMessageChunk(content="")
+        for chunk in llm.stream(self.known):
+            full += chunk
+        return full

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk
 
-from langchain_cacheblend import ChatCacheBlend
 from tests.models import smollm2_engine
 from tests.standard import ToolsAndForms
 
@@ -44,12 +42,3 @@ class TestSmolLM2(ToolsAndForms):
     @pytest.mark.xfail(strict=True, reason=OTHER_NAME)
     def test_unicode_tool_call_integration(self, model: BaseChatModel) -> None:
         super().test_unicode_tool_call_integration(model)
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        llm = ChatCacheBlend(engine=smollm2_engine(), max_tokens=4)
-        if not stream:
-            return llm.invoke("hello")
-        full = AIMessageChunk(content="")
-        for chunk in llm.stream("hello"):
-            full += chunk
-        return full

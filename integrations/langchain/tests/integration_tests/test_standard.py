@@ -10,9 +10,7 @@ from functools import cache
 from typing import Any
 
 from cacheblend_rag import Engine
-from langchain_core.messages import AIMessage, AIMessageChunk
 
-from langchain_cacheblend import ChatCacheBlend
 from tests.models import toy_engine
 from tests.scripted import Asked, Call, scripted
 from tests.standard import ToolsAndForms
@@ -48,6 +46,8 @@ def engine() -> Engine:
 
 
 class TestChatCacheBlendIntegration(ToolsAndForms):
+    known = PASSAGE
+
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {"engine": engine()}
@@ -55,12 +55,3 @@ class TestChatCacheBlendIntegration(ToolsAndForms):
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         return {"temperature": 0, "max_tokens": 256, "stop": []}
-
-    def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
-        llm = ChatCacheBlend(engine=engine(), max_tokens=4)
-        if not stream:
-            return llm.invoke(PASSAGE)
-        full = AIMessageChunk(content="")
-        for chunk in llm.stream(PASSAGE):
-            full += chunk
-        return full
