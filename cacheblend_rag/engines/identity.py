@@ -136,7 +136,7 @@ def _files(name: str | Path, revision: str | None) -> list[Path]:
         try:
             config = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
         except OSError as error:
-            raise ModelLoadError(f"model {str(name)!r} is not on this machine") from error
+            raise ModelLoadError(f"model {str(name)!r} must be downloaded first") from error
         folder = Path(str(config)).parent
     if (folder / "adapter_config.json").exists():
         raise ModelLoadError(f"model {str(name)!r} is an adapter")

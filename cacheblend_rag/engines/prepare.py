@@ -268,7 +268,7 @@ class PromptPreparer:
         """Return an upper bound of the tokens from a question on."""
         at = text.rfind(question.strip())
         if at < 0 or not question.strip():
-            raise PromptError("the prompt does not hold the question of the conversation's turn")
+            raise PromptError("TurnPrompt.question must be in the prompt, and not be blank")
         return self.encoder.count(text[at:]) + EDGE_TOKENS
 
     def _room(self, tokens: int) -> int:

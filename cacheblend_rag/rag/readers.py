@@ -289,7 +289,7 @@ def _pages(path: Path) -> list[str]:
     characters = 0
     for number, page in enumerate(PdfReader(path).pages, start=1):
         if number > MAX_PAGES:
-            raise UnreadableFileError(f"has more than {MAX_PAGES} pages")
+            raise UnreadableFileError(f"has more than {MAX_PAGES} pages: split it")
         pages.append(page.extract_text())
         characters += len(pages[-1])
         if characters > MAX_CHARACTERS:

@@ -1,4 +1,4 @@
-"""LeadInConfig, settings of the text that chunks are computed after, and named profiles."""
+"""LeadInConfig, which text a chunk's KV is conditioned on; profiles, named sets of settings."""
 
 from __future__ import annotations
 

@@ -138,8 +138,8 @@ def _merge_text(segments: Iterable[Segment]) -> tuple[Segment, ...]:
         elif found.text:
             if found.chunk is not None and found.chunk.text != found.text:
                 raise PromptError(
-                    f"segment {found.text[:20]!r} differs from its chunk's text; make it a text "
-                    "segment"
+                    f"segment {found.text[:20]!r} differs from its chunk's text: pass "
+                    "Segment(text) without a chunk"
                 )
             merged.append(found)
     return tuple(merged)

@@ -100,7 +100,7 @@ def _checked_name(tool: object, where: str) -> str:
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise PromptError(
-            f"{where}.function.name must be letters, digits or _.:-, not {name!r:.40}"
+            f"{where}.function.name must be 1 to 128 letters, digits or _.:-, not {name!r:.40}"
         )
     if parameters is not None and not isinstance(parameters, Mapping):
         raise PromptError(f"{where}.function.parameters must be a JSON schema, a mapping")

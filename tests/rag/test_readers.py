@@ -209,7 +209,7 @@ def test_limits_are_told(tmp_path, monkeypatch):
     pdf.write_bytes(pdf_bytes("one", "two", "three"))
     monkeypatch.undo()
     monkeypatch.setattr(readers, "MAX_PAGES", 2)
-    assert readers.answer(pdf) == {"problem": "has more than 2 pages"}
+    assert readers.answer(pdf) == {"problem": "has more than 2 pages: split it"}
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def check_allocator(*, has_own_pool: bool) -> None:
     """
     if "expandable_segments:True" in os.environ.get(ALLOCATOR, "") and not has_own_pool:
         raise ConfigError(
-            f"{ALLOCATOR}: with expandable_segments:True vLLM starts with no KV connector; leave "
-            "it out, or turn on sleep mode (--enable-sleep-mode), in which vLLM allows it"
+            f"{ALLOCATOR}: vLLM refuses KV connectors with expandable_segments:True; remove that, "
+            "or turn on sleep mode (--enable-sleep-mode), where vLLM allows them"
         )
 
 

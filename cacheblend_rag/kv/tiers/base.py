@@ -1,4 +1,4 @@
-"""The base class of tiers: six methods that a tier implements, and what the store calls."""
+"""The base class of tiers: what a tier implements, and what the store calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits slices of work in time, and measures vLLM's own prefill, also on asynchronous devices.
+"""Bounds how long blending works between two steps of vLLM, and times vLLM's own prefill.
 
 ``OwnTime`` measures the total time of slices, without other work in between.
 """

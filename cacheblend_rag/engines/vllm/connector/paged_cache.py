@@ -194,7 +194,7 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
     builder_of, group_of, sizes = dict[str, Any](), dict[str, int](), set[int]()
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not set(stack.names) & set(group.layer_names):
-            raise UnsupportedModelError("a KV cache group has none of the model's attention layers")
+            raise UnsupportedModelError("hybrid model: a KV cache group holds no attention layer")
         kinds = layers_by_spec(group)
         specs = list(kinds)
         block_size = specs[0].block_size

@@ -321,7 +321,7 @@ def model_with(attention: Mapping[str, nn.Module]) -> tuple[Any, list[str]]:
                 found = model, places
     model, places = found
     if model is None:
-        raise UnsupportedModelError("the model around the attention layers was not found")
+        raise UnsupportedModelError("found no vLLM model that holds all attention layers")
     return model, [places[id(layer)] for layer in attention.values()]
 
 

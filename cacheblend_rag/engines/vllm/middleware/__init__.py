@@ -1,1 +1,1 @@
-"""ASGI middleware that a vLLM server runs in front of its own application."""
+"""ASGI middleware in front of both servers: checks keys, hosts and bodies of requests."""

@@ -1,4 +1,4 @@
-"""Limits of a request's body, checked before it is parsed: length, depth, values, valid text."""
+"""Limits of a request's body, checked before it is parsed: length, depth, count of values, UTF-8."""
 
 from __future__ import annotations
 
