@@ -1,4 +1,4 @@
-"""Limits of a request's body, checked before it is parsed: length, depth, count of values, UTF-8."""
+"""Limits of a request's body, checked before parsing: length, depth, count of values, UTF-8."""
 
 from __future__ import annotations
 
