@@ -44,8 +44,8 @@ $(ENV)/.ready-vllm: $(ENV)/.ready-dev
 	touch $@
 
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
-test-installed: $(ENV)/.ready-dev ## build the three distributions, and try them in an environment of their own
-	$(PYTEST) --numprocesses 0 tests/installed
+test-installed: $(ENV)/.ready-dev ## build the three distributions, and try them in an environment of INSTALLED_PYTHON
+	INSTALLED_PYTHON=$(INSTALLED_PYTHON) $(PYTEST) --numprocesses 0 tests/installed
 test-core: redis-server nginx npm chromium setup ## run the tests that need no vLLM
 	$(PYTEST) --ignore tests/installed $(VLLM_CONTRACTS:%=--ignore %) $(VLLM_TESTS:%=--ignore %)
 test-vllm: $(PROGRAMS) setup $(ENV)/.ready-vllm ## run the tests on vLLM's CPU build

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 def python(built: dict[str, tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that holds the wheels and what they ask for."""
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
+    run(os.environ.get("INSTALLED_PYTHON") or sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
     core, *others = (wheel for wheel, _ in built.values())
     pip = (
