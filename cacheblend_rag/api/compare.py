@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from itertools import count
@@ -12,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from cacheblend_rag.api.answers import Answers, Asked, event
 from cacheblend_rag.api.chat import ChatRequest
 from cacheblend_rag.api.errors import OneLineRoute, bad_field
-from cacheblend_rag.api.serving import Serving
+from cacheblend_rag.api.serving import Serving, log_answers
 from cacheblend_rag.engines.vllm.refused import ApiError
 from cacheblend_rag.observe.explain import Explanation, token_texts
 from cacheblend_rag.report import BlendReport
@@ -49,10 +50,11 @@ async def _events(
             reports: dict[str, BlendReport] = {}
             for side, one in sides if next(_turns) % 2 == 0 else reversed(sides):
                 yield event({"side": side, "text": ""})
-                is_begun = True
+                is_begun, begun = True, time.perf_counter()
                 async with Answers(serving.engine, serving.gate, one) as answers:
                     async for _, delta in answers:
                         yield event({"side": side, "text": delta.content})
+                log_answers(request, answers.finished, time.perf_counter() - begun)
                 reports[side] = answers.finished[0].report
                 yield event({"side": side, "report": reports[side].to_dict()})
             yield event(await _explained(serving, blend, reports["blend"]))
