@@ -254,7 +254,10 @@ _ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    plain = _ADAPTERS[type(result)].dump_python(result, mode="json", exclude=NOT_TOLD)
+    brief = isinstance(result, BlendResult)  # where nothing was blended, it is the reason alone
+    plain = _ADAPTERS[type(result)].dump_python(
+        result, mode="json", exclude=NOT_TOLD, exclude_defaults=brief
+    )
     return {PARAMETER: {name: value for name, value in plain.items() if value is not None}}
 
 
