@@ -11,7 +11,7 @@ CHAT = {"messages": [{"role": "user", "content": "w3 w4"}], "max_tokens": 3}
 
 
 async def test_the_sides_take_turns_and_full_prefill_is_full(http, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cacheblend_rag.api")
     firsts = []
     for _ in range(2):
         answer = await http.post("/v1/compare", json=CHAT)
