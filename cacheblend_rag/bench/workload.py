@@ -46,7 +46,7 @@ def to_chunks(texts: Sequence[str], *, selector: str, name: str, separator: str)
 def pieces(
     rng: random.Random, texts: Sequence[str], tokens: int, count_tokens: Callable[[str], int]
 ) -> Iterator[str]:
-    """Yield pieces of texts in random order: as many whole words as fit in ``tokens`` tokens.
+    """Yield passages of whole words, at most ``tokens`` tokens each, from texts in random order.
 
     Once all texts are used up, their sentences come again, in an order of their own each time.
     """
@@ -87,7 +87,7 @@ def run_in_turns(
 
 
 def write_workload(folder: Path, requests: int, chunks: int) -> Path:
-    """Write requests for the load generators of others; return their file.
+    """Write requests as JSONL for other load generators, such as ``vllm bench serve``.
 
     ``requests.jsonl`` has ``requests`` prompts, each with ``chunks`` passages of real text in
     random order, and a question; how often a passage occurs follows Zipf's law. ``documents/`` has

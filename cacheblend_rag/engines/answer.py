@@ -1,4 +1,4 @@
-"""Requests to an engine, one or a batch, and its answers."""
+"""The engine's request and answer types, and how a batch of requests is ordered and run."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ MOST_COMPARED = 64
 
 
 def by_overlap(prompts: Sequence[Mapping[KVKey, int]]) -> list[int]:
-    """Return the indices of prompts in the order in which they are answered.
+    """Return the indices of a batch's prompts, ordered so that neighbours share chunks.
 
     The next one shares most tokens with those that began last; of equal ones it is the first.
     prompts: the chunks of each, with their numbers of tokens.

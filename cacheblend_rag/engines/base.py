@@ -103,7 +103,7 @@ class Engine(Indexing, Answering):
 
     @property
     def fingerprint(self) -> str:
-        """The hash that is part of all KV keys: model, tokenizer, lead-in, namespace."""
+        """Hash of model, tokenizer, lead-in and namespace; every key of stored KV contains it."""
         return self._led.fingerprint
 
     @property

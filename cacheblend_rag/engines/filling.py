@@ -135,8 +135,8 @@ class Filling:
 PRIORITY = 1
 """Before missed chunks are computed: the conversation's next prompt may come soon."""
 PATIENCE = 0.2
-"""Seconds that a prompt waits for an engine that fills last: that may be much later, and to compute
-a turn's tokens again takes about so long."""
+"""Seconds that a prompt waits for KV of the last turn to be stored; computing the turn again would
+take about as long."""
 
 
 class TurnKeeper:

@@ -205,11 +205,11 @@ Outcome = Comparison | Literal["unknown", "outdated", "dropped"]
 """What came of a sample: divergences, or why there are none, as GuardReport counts it."""
 
 WINDOW = 512
-"""The mean is of so many latest samples; after a step, the ratio steps down no sooner."""
+"""Size of the moving window, in samples; also the fewest samples between two steps down."""
 FEWEST = WINDOW // 4
-"""The sum of excesses is divided by at least so many samples, so that a few cannot decide."""
+"""Smallest divisor of the mean excess, so that a few samples cannot decide."""
 ENOUGH = 0.5
-"""The ratio steps down when the mean is below this share of the limit."""
+"""The recompute ratio is lowered when the mean divergence is below this share of the limit."""
 LEAST_EXCESS = -0.25
 """A sample whose blend is nearer than ordinary prefill counts at most so much; it bounds what one
 sample can hide."""

@@ -193,7 +193,7 @@ class Activity:
 
 
 class IdleQueue:
-    """Runs jobs one after another, a step at a time, while ``engine`` is idle.
+    """Runs background jobs in order, one step at a time, while the engine serves no request.
 
     Its thread begins with the first job and ends when none waits. ``engine``, an Engine, may be a
     weak proxy: when it is freed, its idle work is dropped.

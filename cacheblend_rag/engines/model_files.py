@@ -155,7 +155,7 @@ def quiet_libraries() -> None:
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
 KEYS_CANNOT_BE_MOVED = "rotary embedding cannot be undone"
-"""The test's finding that a model's rotary settings may explain."""
+"""Refusal by the load-time test that unusual RoPE settings in the config may explain."""
 
 
 def known_obstacle(whole: Any) -> Reason | None:

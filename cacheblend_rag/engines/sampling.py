@@ -157,8 +157,8 @@ UNSUPPORTED = {
         "presence_penalty", "frequency_penalty", "watermarking_config",
     ),
 }  # fmt: skip
-"""Fields that change an answer and that no engine here follows, by the value that turns them off;
-an empty one does so, too. transformers' own, and two that vLLM reads."""
+"""Generation settings that no engine here supports: name and the value that disables each (an empty
+value does, too). They are transformers' own, and two that vLLM reads."""
 
 
 def ignored_settings(values: Mapping[str, Any]) -> list[str]:

@@ -28,11 +28,11 @@ FOLLOWING = re.compile(
     r"|\bthat\W*$|[他她它这那其]",
     re.IGNORECASE,
 )
-"""What a question has that refers to something before it."""
+"""Words, such as pronouns, by which a question is taken for a follow-up."""
 SHORT_WORDS = 3
 """A question of so few words follows the one before it, whatever they are."""
 SHOWN_OF_ANSWER = 200
-"""So many characters of an earlier answer are searched for: names stand at its beginning."""
+"""Characters of an earlier answer that a follow-up's search query includes."""
 REPEATED = 16
 """How many passages are looked at for each that is wanted: a document may repeat itself."""
 

@@ -175,7 +175,7 @@ def _parsed(path: Path, seconds: float) -> dict[str, str]:
 
 
 def answer(path: Path) -> dict[str, str]:
-    """Return a file's ``text`` and ``note``, or a ``problem``, or the ``missing`` library."""
+    """Return a dict: ``text`` and ``note``, or ``problem``, or ``missing``, a library's name."""
     try:
         return asdict(_extract(path))
     except UnreadableFileError as error:

@@ -23,11 +23,11 @@ FILES = {
     "page.js": ("page.js", "text/javascript"),
     "words.js": ("words.js", "text/javascript"),
 }
-"""The files of the page by their paths, and their types."""
+"""URL path of each static file of the page: its file name and media type."""
 
 
 def page_router(model: str, *, has_collection: bool) -> APIRouter:
-    """Return the routes of the page; they need no key, since its files hold nothing secret.
+    """Return routes that serve the page's static files; they hold no secrets, so need no API key.
 
     model: its name for clients. has_collection: whether the server retrieves passages.
     """

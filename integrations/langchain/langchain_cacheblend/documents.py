@@ -56,7 +56,7 @@ def to_hints(documents: Iterable[Document]) -> list[Chunk]:
 def to_engine_documents(
     documents: Iterable[Document], collection: str = ""
 ) -> list[EngineDocument | Chunk]:
-    """Return source documents with their chunks in order, and chunks that stand alone.
+    """Group Documents by source: Documents of chunks in order, and Chunks that have no source.
 
     Documents without text are left out. Where ``metadata["cacheblend_boundary"]`` (who may read a
     chunk) changes, what precedes a chunk ends.

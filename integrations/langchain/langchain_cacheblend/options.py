@@ -97,7 +97,7 @@ class EngineOptions(EngineComponent):
 
 @dataclass(frozen=True)
 class TemplateInstruction:
-    """The instruction that a prompt template holds, made with the model's tokenizer."""
+    """Renders the text of a prompt template before its passages, with the model's tokenizer."""
 
     template: BasePromptTemplate[Any]
 

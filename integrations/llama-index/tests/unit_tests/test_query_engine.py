@@ -1,4 +1,4 @@
-"""Query engines: instructions read off templates, sentence windows, several indexes, hints."""
+"""Query engines: instructions taken from templates, sentence windows, several indexes, hints."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class CacheBlendChatMemory(BaseChatStoreMemory):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], llm: CacheBlendLLM) -> CacheBlendChatMemory:
-        """Return the memory of a saved conversation, also on another replica with the same store.
+        """Load the memory of a saved conversation; any replica with the same KV store may do so.
 
         Args:
             path: of the file.

@@ -33,7 +33,7 @@ def expect(hints: Sequence[Hint]) -> None:
 
 
 def hints_in(prompt: str) -> list[Chunk]:
-    """Return the expected chunks that stand in ``prompt``, whole or cut.
+    """Return the retrieved nodes, as chunks, whose text occurs in ``prompt``, whole or in part.
 
     Of a node that stands there neither whole nor in part (it belongs to another call of the same
     query) nothing is said.
