@@ -72,7 +72,7 @@ class CacheBlendChatMemory(BaseChatStoreMemory):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], llm: CacheBlendLLM) -> CacheBlendChatMemory:
-        """Load the memory of a saved conversation; any replica with the same KV store may do so.
+        """Return the memory of a saved conversation; any replica sharing the KV store may load it.
 
         Args:
             path: of the file.
