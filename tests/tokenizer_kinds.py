@@ -153,9 +153,6 @@ BUILDERS: dict[str, Callable[[], Tokenizer]] = {
     "word level": _word_level,
     "stripping": _stripping,
 }
-PREFIXED = {
-    "byte-level, prefix space", "legacy prepend", "metaspace first", "metaspace always", "unigram",
-}  # fmt: skip
 WORDS_ONLY = {"wordpiece", "word level"}
 UNUSABLE = {"stripping"}
 KINDS = [name for name in BUILDERS if name not in UNUSABLE]

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.demo.passages import PassageSample, load_passages
+from cacheblend_rag.demo.passages import QUESTIONS, PassageSample, load_passages
 from cacheblend_rag.engines.model_files import load_tokenizer, quiet_libraries
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.measure import Measured
 
 WAYS = {"full": "full prefill", "reuse": "plain reuse", "blend": "blend"}
-QUESTIONS, RETRIEVED = 6, 8
-"""How many questions are asked (a minute on two CPU cores), and passages per prompt."""
+RETRIEVED = 8
+"""Passages per prompt."""
 SHOWN_CHARACTERS = 100
 
 

@@ -17,7 +17,7 @@ from cacheblend_rag.text.chunk import Document
 
 FOLDER = Path(__file__).parent / "musique"
 FILE = FOLDER / "passages.json"
-QUESTIONS = 6  # that `verify` asks
+QUESTIONS = 6  # that `demo` and `verify` ask: a minute on two CPU cores
 NOTICE = FOLDER / "NOTICE"
 SINGLE_HOP = "single-hop"  # names the packaged questions
 SINGLE_HOP_FILE = Path(__file__).parent / "single_hop" / "questions.json"

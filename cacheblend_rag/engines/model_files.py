@@ -14,7 +14,7 @@ from cacheblend_rag.models import OF_A_TOKENIZER, is_local, resolve
 from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,6 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(config.num_hidden_layers), int(kv_heads), int(head_size)
-
-
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return the size of a token's chunk KV: keys and values in all layers, and its prior."""
-    layers, kv_heads, head_size = kv_shape(config)
-    return 2 * layers * kv_heads * head_size * dtype.itemsize + BYTES_OF_PRIOR
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:

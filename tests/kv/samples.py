@@ -107,22 +107,6 @@ class SlowTier(HostTier):
         return chunk
 
 
-class CountingTier(HostTier):
-    """Memory that notes what it is asked for, by a look or a read. lookups: the keys, in order."""
-
-    def __init__(self, capacity_bytes=None):
-        super().__init__(capacity_bytes)
-        self.lookups = []
-
-    def _entry(self, key):
-        self.lookups.append(key)
-        return super()._entry(key)
-
-    def _open(self, key):
-        self.lookups.append(key)
-        return super()._open(key)
-
-
 class SlowBytes(HostTier):
     """Objects that are read by ranges, as slow as a network: reads wait at ``gate(key, start)``.
 
