@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 LOAD_ERRORS = (OSError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, ValueError)
 """What transformers raises for a model that it cannot load."""
-BYTES_OF_PRIOR = 4
 UNLIMITED = 1 << 20
 """The context window of a model that does not state one, in tokens."""
 
@@ -45,14 +44,6 @@ def context_window_in(config: Any) -> int:
     """Return the context window that a text part's config states, in tokens."""
     stated = getattr(config, "max_position_embeddings", None)
     return int(stated) if stated and stated > 0 else UNLIMITED
-
-
-def kv_shape(config: Any) -> tuple[int, int, int]:
-    """Return a model's layers, KV heads and head size."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(config.num_hidden_layers), int(kv_heads), int(head_size)
 
 
 def load_tokenizer(name: str | Path, **options: Any) -> Any:
