@@ -254,7 +254,7 @@ _ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    brief = isinstance(result, BlendResult)  # where nothing was blended, it is the reason alone
+    brief = isinstance(result, BlendResult) and not result.chunks  # then the reason alone
     plain = _ADAPTERS[type(result)].dump_python(
         result, mode="json", exclude=NOT_TOLD, exclude_defaults=brief
     )
