@@ -179,6 +179,7 @@ class PrefillReport:
     starts: dict[str, float] = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
+    early_kv_bytes: int = 0
     load_by_tier: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -226,6 +227,8 @@ class BlendReport:
         prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
             prefill's but for rounding. In vLLM those of its own prefix cache, counted for requests
             that were to be blended.
+        early_kv_bytes: bytes of chunk KV, in the model's dtype, that had to be there before layer
+            0, for the question's probe; others are read while layers before them are computed.
     """
 
     engine: str
@@ -247,6 +250,7 @@ class BlendReport:
     starts: PhaseStarts = field(default_factory=PhaseStarts)
     trace: Trace | None = None
     prefix_tokens: int = 0
+    early_kv_bytes: int = 0
 
     @property
     def reason_code(self) -> ReasonCode | None:

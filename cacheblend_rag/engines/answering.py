@@ -364,6 +364,7 @@ class Answering(Backend):
             starts=PhaseStarts.of(starts, began),
             trace=prefill.trace,
             prefix_tokens=prefill.prefix_tokens,
+            early_kv_bytes=prefill.early_kv_bytes,
         )
 
 

@@ -128,6 +128,7 @@ class PromptPass:
         self._began = time.perf_counter()
         self._own_began = 0.0 if controller is None else controller.clock()
         self._work = 0.0
+        self._early_kv_bytes = 0
         self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | PrefillReport]:
@@ -263,6 +264,7 @@ class PromptPass:
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
             prefix_tokens=to.held_tokens + blocks,
+            early_kv_bytes=self._early_kv_bytes,
             load_by_tier=self.watch.load_by_tier,
         )
 
@@ -333,6 +335,9 @@ class PromptPass:
             graphed=self.destination.graphed,
         )
         self._work += work
+        geometry, tokens = self.stack.geometry, sum(one.placed.tokens for one in self._loader.used)
+        observed = question.observed(geometry.layers)[-1] + 1
+        self._early_kv_bytes = FusedKV.bytes_for(geometry, tokens) * observed // geometry.layers
         if not self._loader.fused.keeps_layers:
             self._loader.rewind()
         return attention

@@ -11,6 +11,8 @@ from operator import sub, truediv
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
@@ -105,13 +107,17 @@ class Row:
         recomputed_share: recomputed chunk tokens of all chunk tokens.
         compute_share: work of the pass over all layers and the probe, as a share of full prefill's
             of the whole prompt; the mean.
+        early_kv_bytes: of stored KV, read before layer 0; the mean.
         ttft_seconds: time to first token, the median.
         ttft_speedup: mean of full prefill's over the mean.
         f1: mean over answers of the words' F1.
-        f1_kept: that over full prefill's.
         holds_answer: share of the answers that contain a gold answer.
         kl, top1, same_answer, gold_logprob: means of Fidelity's, where predictions were compared.
         gold_logprob_change: gold_logprob minus full prefill's, on the same prompts.
+        recovered_f1, recovered_holds, recovered_logprob: how much of what passages bring a rule
+            keeps: (rule - no passages) / (full prefill - no passages), a ratio of sums over the
+            prompts that full prefill answers with a gold answer; of F1, of holding a gold answer,
+            and of gold_logprob.
         recovered_kl: 1 - mean KL / mean KL of plain reuse behind the same lead-in.
         not_blended: why answers came from ordinary prefill although KV was to be blended, and how
             many.
@@ -124,16 +130,19 @@ class Row:
     default: bool
     recomputed_share: float
     compute_share: float
+    early_kv_bytes: float
     ttft_seconds: float
     ttft_speedup: Figure
     f1: Figure
-    f1_kept: Figure
     holds_answer: Figure
     kl: Figure
     top1: Figure
     same_answer: Figure
     gold_logprob: Figure
     gold_logprob_change: Figure
+    recovered_f1: Figure
+    recovered_holds: Figure
+    recovered_logprob: Figure
     recovered_kl: Figure
     not_blended: Mapping[str, int] | None = None
 
@@ -187,13 +196,14 @@ def evaluate(
 def _summarized(setting: str, results: Mapping[Rule, Sequence[Record]]) -> list[Row]:
     """Return a row per rule. results: full prefill's first, each in the order of the questions."""
     full = next(iter(results.values()))
+    bare = results.get(NO_PASSAGES, ())
     reused = {
         rule.lead_in: records
         for rule, records in results.items()
         if rule.config and rule.config.selector == "none"
     }
     return [
-        _row(setting, rule, found, full, reused.get(rule.lead_in, ()) if rule.config else ())
+        _row(setting, rule, found, (full, bare, reused.get(rule.lead_in, ())))
         for rule, found in results.items()
     ]
 
@@ -202,9 +212,10 @@ def _row(
     setting: str,
     rule: Rule,
     found: Sequence[Record],
-    full: Sequence[Record],
-    reused: Sequence[Record],
+    beside: tuple[Sequence[Record], ...],
 ) -> Row:
+    """Return a rule's figures, by those of full prefill, no passages and plain reuse beside it."""
+    full, bare, reused = beside
     chunk_tokens = sum(one.chunk_tokens for one in found)
     fresh = sum(one.fresh_tokens for one in found)
     # Of the prompt without passages, the share of tokens stands for that of the work.
@@ -213,7 +224,12 @@ def _row(
         for one, whole in zip(found, full, strict=True)
     ]
     seconds, ordinary = ([one.ttft_seconds for one in records] for records in (found, full))
-    f1, best = ([one.f1 for one in records] for records in (found, full))
+    answered = [
+        (one, without, whole)
+        for one, without, whole in zip(found, bare, full, strict=False)
+        if whole.holds
+    ]
+    compared = tuple(zip(*answered, strict=True))
     return Row(
         setting=setting,
         lead_in=rule.lead_in or "none",
@@ -222,16 +238,19 @@ def _row(
         default=rule.name == "default",
         recomputed_share=fresh / chunk_tokens if chunk_tokens else 1.0,
         compute_share=mean(shares),
+        early_kv_bytes=mean(one.early_kv_bytes for one in found),
         ttft_seconds=median(seconds),
         ttft_speedup=figure(truediv, ordinary, seconds),
-        f1=figure(_itself, f1),
-        f1_kept=figure(truediv, f1, best),
+        f1=figure(_itself, [one.f1 for one in found]),
         holds_answer=figure(_itself, [one.holds for one in found]),
         kl=figure(_itself, *_compared("kl", found)),
         top1=figure(_itself, *_compared("top1", found)),
         same_answer=figure(_itself, *_compared("same_answer", found)),
         gold_logprob=figure(_itself, *_compared("gold_logprob", found)),
         gold_logprob_change=figure(sub, *_compared("gold_logprob", found, full)),
+        recovered_f1=figure(_recovered, *([one.f1 for one in each] for each in compared)),
+        recovered_holds=figure(_recovered, *([one.holds for one in each] for each in compared)),
+        recovered_logprob=figure(_recovered, *_compared("gold_logprob", *compared)),
         recovered_kl=figure(lambda own, lost: 1 - own / lost, *_compared("kl", found, reused)),
         not_blended=Counter(one.not_blended for one in found if one.not_blended) or None,
     )
@@ -239,6 +258,11 @@ def _row(
 
 def _itself(mean: float) -> float:
     return mean
+
+
+def _recovered(own: Any, bare: Any, full: Any) -> Any:
+    """Return the share of what passages bring; NaN or infinity where they bring nothing."""
+    return (own - bare) / np.maximum(full - bare, 0.0)
 
 
 def _compared(name: str, *rules: Sequence[Record]) -> list[tuple[float, ...]]:

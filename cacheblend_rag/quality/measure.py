@@ -36,7 +36,7 @@ BLEND_ALWAYS: dict[str, Any] = {"min_tokens": 0, "cost_model": False, "reuse_pre
 """Changes of settings under which stored chunks are always blended, however short the prompt and
 fast the machine, and nothing is kept of the prompt before: for rules that are compared."""
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1)
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Record:
         chunk_tokens: tokens of its chunks.
         fresh_tokens: those of them that were computed.
         compute_share: work, probe included, as a share of full prefill's of the prompt.
+        early_kv_bytes: as in BlendReport.
         ttft_seconds: time to first token.
         not_blended: why a rule with a config was served by ordinary prefill; None if it was not.
         fidelity: how near predictions are to full prefill's; None if they were not compared.
@@ -104,6 +105,7 @@ class Record:
     chunk_tokens: int
     fresh_tokens: int
     compute_share: float
+    early_kv_bytes: int
     ttft_seconds: float
     not_blended: str | None = None
     fidelity: Fidelity | None = None
@@ -269,6 +271,7 @@ class _Loop:
             chunk_tokens=sum(chunk.tokens for chunk in report.chunks),
             fresh_tokens=sum(c.recomputed if c.hit else c.tokens for c in report.chunks),
             compute_share=report.compute_share,
+            early_kv_bytes=report.early_kv_bytes,
             ttft_seconds=report.seconds.time_to_first_token,
             not_blended=why or None,
             fidelity=fidelity,

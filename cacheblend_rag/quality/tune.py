@@ -17,7 +17,7 @@ from cacheblend_rag.engines.model_files import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import DEFAULT_SETTING, EvalDataset, PromptFrame
 from cacheblend_rag.quality.evaluate import Row, evaluate, opened, read_rules, reuse
-from cacheblend_rag.quality.measure import ANSWER_TOKENS, FULL, RecordLog, Rule
+from cacheblend_rag.quality.measure import ANSWER_TOKENS, FULL, NO_PASSAGES, RecordLog, Rule
 from cacheblend_rag.quality.scores import Figure
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, EngineConfig, LeadInConfig, Profile
 
@@ -30,33 +30,37 @@ class Bar:
     """What settings must keep of full prefill's quality.
 
     Args:
-        kind: ``score`` is the mean F1 of answers over full prefill's on the same prompts, of which
-            the lower end of the interval counts; ``fidelity`` is exp(-mean KL), of which the mean
-            itself does.
+        kind: ``recovered`` is the share of the gold answers' log-probability that passages bring
+            (see Row.recovered_logprob), of which the lower end of the interval counts;
+            ``fidelity`` is exp(-mean KL), of which the mean itself does.
         least: the share.
     """
 
-    kind: str = "score"
+    kind: str = "recovered"
     least: float = LEAST
 
     @classmethod
     def read(cls, text: str) -> Bar:
-        """Parse a bar such as ``score`` or ``fidelity=0.9``; raises ConfigError."""
+        """Parse a bar such as ``recovered`` or ``fidelity=0.9``; raises ConfigError."""
         kind, _, least = text.partition("=")
         try:
             share = float(least or LEAST)
         except ValueError:
             share = math.nan
-        if kind not in ("score", "fidelity") or not 0 < share <= 1:
+        if kind not in ("recovered", "fidelity") or not 0 < share <= 1:
             raise ConfigError(
-                f"bar {text!r} must be score or fidelity, with a share up to 1: fidelity=0.95"
+                f"bar {text!r} must be recovered or fidelity, with a share up to 1: fidelity=0.95"
             )
         return cls(kind, share)
 
     def tried(self, rule: Rule, row: Row) -> Tried:
         """Return whether a rule holds it, by its row."""
-        kept = row.f1_kept if self.kind == "score" else _exp_of_negative(row.kl)
-        counts = kept.value if self.kind == "fidelity" else kept.interval and kept.interval[0]
+        if self.kind == "fidelity":
+            kept = _exp_of_negative(row.kl)
+            counts = kept.value
+        else:
+            kept = row.recovered_logprob
+            counts = kept.interval and kept.interval[0]
         is_sooner = (row.ttft_speedup.value or 0.0) > 1
         return Tried(rule, row, kept, is_sooner and (counts or 0.0) >= self.least)
 
@@ -149,7 +153,7 @@ def tune_model(
     model: str,
     data: EvalDataset,
     *,
-    bar: str = "score",
+    bar: str = "recovered",
     rules: str = "",
     name: str = "tuned",
     max_tokens: int = ANSWER_TOKENS,
@@ -162,8 +166,8 @@ def tune_model(
     Args:
         model: as for open_engine; it runs in the embedded engine.
         data: the questions.
-        bar: ``score`` compares answers with gold answers, ``fidelity`` predictions with full
-            prefill's; ``score=0.9`` keeps another share than 0.95.
+        bar: ``recovered`` goes by the gold answers' probability, ``fidelity`` by predictions beside
+            full prefill's; ``recovered=0.9`` keeps another share than 0.95.
         rules: selectors and ratios to try, such as ``hkvd=0.1,hkvd=0.2``; a fixed grid by default.
         name: of the profile.
         max_tokens: most tokens of an answer.
@@ -190,15 +194,15 @@ def tune_model(
             plain = [reuse(base, "instruction"), reuse(base, lead_in)]
             tried = list(dict.fromkeys([*plain, *tried]))
         rows = evaluate(
-            engine, frame, data, [FULL, *tried],
+            engine, frame, data, [FULL, NO_PASSAGES, *tried],
             max_tokens=max_tokens, log=log, on_question=on_prompt,
         )  # fmt: skip
-        if wanted.kind == "score" and not rows[0].f1.value:
+        if wanted.kind == "recovered" and rows[0].recovered_logprob.value is None:
             raise ConfigError(
                 f"full prefill answered none of {len(data.questions)} questions: compare by --bar "
                 "fidelity"
             )
-        found = [wanted.tried(rule, row) for rule, row in zip(tried, rows[1:], strict=True)]
+        found = [wanted.tried(rule, row) for rule, row in zip(tried, rows[2:], strict=True)]
         found.sort(key=lambda one: -(one.row.ttft_speedup.value or 0.0))
         best = next((one for one in found if one.holds), None)
         count = len(data.questions)

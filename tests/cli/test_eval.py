@@ -9,12 +9,13 @@ from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.text.chunk import Document
 
 FIGURES = (
-    "ttft_speedup", "f1", "f1_kept", "holds_answer", "kl", "top1", "same_answer", "gold_logprob",
-    "gold_logprob_change", "recovered_kl",
+    "ttft_speedup", "f1", "holds_answer", "kl", "top1", "same_answer", "gold_logprob",
+    "gold_logprob_change", "recovered_f1", "recovered_holds", "recovered_logprob", "recovered_kl",
 )  # fmt: skip
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "default", "recomputed_share", "compute_share",
-    "ttft_seconds", "not_blended", *FIGURES, *(f"{name}_ci95" for name in FIGURES),
+    "early_kv_bytes", "ttft_seconds", "not_blended", *FIGURES,
+    *(f"{name}_ci95" for name in FIGURES),
 }  # fmt: skip
 DEFAULT = ("document", "question_mid", BlendConfig().ratio)
 SETTINGS = ("adjacent", "fragments")
@@ -65,6 +66,8 @@ def test_rows_of_rules_stand_beside_their_controls(evaluate, questions_file, tmp
     assert (found["dataset"], found["prompts"]) == ("notes", {"adjacent": 2, "fragments": 2})
     assert found["chat_template"] is True
     assert all(set(row) == FIELDS for row in found["rows"])
+    probed = [row["selector"] == "question_mid" for row in found["rows"]]
+    assert [row["early_kv_bytes"] > 0 for row in found["rows"]] == probed
     expected = [
         ("none", "full", 1.0),
         ("none", "no_passages", 1.0),

@@ -63,7 +63,8 @@ class RoteEngine:
         self.calls.append("full")
         if "long" in prompt.segments[-1].text:
             raise PromptError("too long")
-        return self._generation("Red.\nNext", True, 1.0, 0)
+        text = "Red.\nNext" if len(prompt.segments) > 2 else "Green."
+        return self._generation(text, True, 1.0, 0)
 
     def generate(self, prompt, sampling=None, *, config=None):
         self.calls.append(config.selector)
@@ -138,6 +139,20 @@ def test_scores_are_means_and_full_prefill_comes_first():
     }
 
 
+def test_recovered_is_the_share_of_what_passages_bring_where_full_prefill_is_right():
+    questions = [*(asked(n) for n in range(4)), asked(4, answer="zebra")]
+    found = rows_of([NO_PASSAGES, PRIOR], questions)
+    told = [(found[name].recovered_f1[0], found[name].f1[0]) for name in found]
+    assert dict(zip(found, told, strict=True)) == {
+        "full": (1.0, 0.8),
+        "no_passages": (0.0, 0.0),
+        "prior": (0.75, pytest.approx(0.6)),
+    }
+    assert found["prior"].recovered_holds == found["prior"].recovered_f1
+    useless = rows_of([NO_PASSAGES, PRIOR], [asked(0, answer="green")])["prior"]
+    assert useless.recovered_f1.value is None, "full prefill answers none of them"
+
+
 def test_documents_are_stored_once_for_each_lead_in_and_evicted():
     engine = RoteEngine()
     hkvd = rule_of("hkvd", 0.25, BASE, "instruction")
@@ -175,6 +190,7 @@ def test_figures_of_a_small_model():
     assert (exact.top1.value, exact.same_answer.value) == (1.0, 1.0)
     assert exact.recovered_kl.value == pytest.approx(1.0, abs=1e-3)
     assert (none.recovered_kl.value, bare.recovered_kl.value) == (0.0, None)
+    assert none.early_kv_bytes == 0
     assert min(none.kl.value, bare.kl.value) > 1e-5
     assert max(none.compute_share, bare.compute_share) < found["random"].compute_share < 1
     assert all(row.ttft_seconds > 0 for row in found.values())

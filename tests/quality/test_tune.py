@@ -29,7 +29,7 @@ def _full_prefill_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "Record", timed)
 
 
-@pytest.mark.parametrize("bar", ["score", "fidelity=0.9"])
+@pytest.mark.parametrize("bar", ["recovered", "fidelity=0.9"])
 def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: str, tmp_path: Path) -> None:
     prompts: list[int] = []
     found = tune_model(TOY, DATA, bar=bar, name="mine", on_prompt=lambda: prompts.append(1))
@@ -59,7 +59,7 @@ def test_answers_that_the_model_never_gives_are_no_measure() -> None:
         tune_model(TOY, wrong, rules="none=0")
 
 
-@pytest.mark.parametrize("bar", ["best", "score=2", "score=0", "fidelity=most"])
+@pytest.mark.parametrize("bar", ["best", "recovered=2", "recovered=0", "fidelity=most"])
 def test_a_wrong_bar_is_one_line(bar: str) -> None:
     with pytest.raises(ConfigError, match=f"bar '{bar}"):
         Bar.read(bar)

@@ -312,6 +312,7 @@ def result_of_report(report: BlendReport) -> BlendResult:
         },
         trace=report.trace,
         prefix_tokens=report.prefix_tokens,
+        early_kv_bytes=report.early_kv_bytes,
         load_by_tier=dict(report.seconds.load_by_tier),
     )
 
