@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import islice
 
-CHUNKS = 4  # of a document: what it is, its architect, its opening, its money
-FORMS = ("money", "same year", "former", "same architect")
+CHUNKS = 3  # of a document: what it is, whose plans it has, its opening and who paid
+FORMS = ("it", "same year", "former", "same architect")
 """What is asked, by turns; every second document refers to another one in one of these ways."""
 THINGS = (
     *("library", "theatre", "lighthouse", "town hall", "school", "windmill", "museum", "castle"),
@@ -26,30 +27,23 @@ PEOPLE = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
 FILLERS = (
     "Its walls are of pale stone that was brought down the river on {n} barges.",
     "On market days people from {t} used to meet in front of it and trade wool and salt.",
-    "A painter named {p} drew it many times, mostly in the early morning and in fog.",
     "The roof was repaired after a storm that had torn away {n} of its tiles.",
     "Schoolchildren learn a short song about it, which has {n} verses.",
     "In winter the steps in front of it are strewn with sand, since they are steep.",
     "A brass plate beside the entrance thanks the {n} workers who took part.",
     "Its cellar was flooded twice, and the marks of the water can still be seen.",
-    "The guide {p} leads visitors through it on Sundays and tells old stories.",
     "Its windows face south, so that even small rooms are bright until the evening.",
-    "A model of it in oak, made by {p}, stands in a glass case in {t}.",
     "Swallows nest under its eaves and come back in the first warm week of the year.",
     "It was closed for {n} weeks when the heating had to be replaced.",
     "The iron gate beside it came from a workshop in {t} and weighs more than a cart.",
     "Letters to the newspaper complained about its colour, and later praised the same colour.",
     "From its highest point one can see {n} church towers on a clear day.",
-    "The gardener {p} planted lime trees around it, of which {n} are left.",
     "Its clock is always a little late, and nobody in the town wants it to be mended.",
     "A postcard of it was sold all over the region and carried its picture as far as {t}.",
     "The floor is laid with grey and red tiles in a pattern of {n} stars.",
     "At night it is lit by lamps that were once part of a ship.",
     "Its bell, which is cracked, is rung only on the last day of the year.",
-    "During a fair {n} musicians played in front of it and the crowd danced until midnight.",
-    "A novel by {p} begins with a long description of its staircase.",
     "The narrow lane behind it leads to a square with a well and {n} benches.",
-    "Its keeper, a patient man, wrote down the weather every day for {n} years.",
     "Carpenters from {t} made its doors, which are so heavy that two people open them.",
     "It has often been compared with a ship, because of its long and narrow shape.",
     "Cats are welcome in it, a custom that nobody can explain any more.",
@@ -64,8 +58,8 @@ def referring_documents(
     """Return a question, its answers, documents in chunks, and the chunks that it needs."""
     number = max(2, round(tokens / (CHUNKS * chunk_tokens)))
     titles, years = rng.sample(TITLES, number), rng.sample(range(1780, 1940), number)
-    people = rng.sample(PEOPLE, len(PEOPLE))
-    architects, rivals, donors = (people[at * number : (at + 1) * number] for at in range(3))
+    people = iter(rng.sample(PEOPLE, 3 * number))
+    architects, rivals, donors = (list(islice(people, number)) for _ in range(3))
     asked = FORMS[index % len(FORMS)]
     written: list[Sequence[str]] = []
     for at, title in enumerate(titles):  # the question is about the first, which names the second
@@ -75,7 +69,6 @@ def referring_documents(
             f"{title[0].upper()}{title[1:]} is known far beyond the town.",
             f"It was designed by the architect {architects[at]}.",
             f"It was opened in {years[at]}.",
-            f"The money for it was given by {donors[at]}.",
         ]
         if form == "same year":
             keys[2] = f"It was opened in the same year as {other}."
@@ -85,25 +78,25 @@ def referring_documents(
             pair = rng.sample((architects[at], rivals[at]), 2)
             keys[0] += f" Two architects, {pair[0]} and {pair[1]}, drew plans for it."
             chosen = ("former", "latter")[pair.index(architects[at])]
-            keys[1] = f"The plans of the {chosen} were chosen for it."
+            keys[1] = f"It was built after the plans of the {chosen}."
+        keys[2] += f" It was paid for by {donors[at]}."
         fillers: list[str] = []
         chunks: list[str] = []
         for key in keys:
             told, room = [key], tokens / (number * CHUNKS) - count(key)
             while room > 8:
                 fillers = fillers or rng.sample(FILLERS, len(FILLERS))
-                person, town = rng.choice(people[3 * number :]), rng.choice(TOWNS)
-                told.append(fillers.pop().format(n=rng.randint(3, 40), p=person, t=town))
+                told.append(fillers.pop().format(n=rng.randint(3, 40), t=rng.choice(TOWNS)))
                 room -= count(told[-1])
             if chunks:  # the first chunk begins with its title
                 rng.shuffle(told)
             chunks.append(" ".join(told))
         written.append(chunks)
     question, answer, place = {
-        "money": (f"Who gave the money for {titles[0]}?", donors[0], 3),
-        "former": (f"Who was the architect of {titles[0]}?", architects[0], 1),
-        "same architect": (f"Who was the architect of {titles[0]}?", architects[1], 1),
+        "it": (f"Who paid for {titles[0]}?", donors[0], 2),
         "same year": (f"In which year was {titles[0]} opened?", str(years[1]), 2),
+        "former": (f"After whose plans was {titles[0]} built?", architects[0], 1),
+        "same architect": (f"Who was the architect of {titles[0]}?", architects[1], 1),
     }[asked]
     order = rng.sample(range(number), number)
     named = range(2 if asked.startswith("same") else 1)
