@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.prompts needle --out needle.json`` writes questions of one kind:
 
 - ``qa``: questions of a file among its other questions' documents;
-- ``single-hop``: the questions that come with the package, among other passages;
+- ``single-hop``: questions that one sentence answers, of the package and the file;
 - ``needle``: which number one of many sentences tells that stand in other text (RULER's multi-key
   needle, arXiv 2404.06654);
 - ``tracking``: the value of a variable that has another one's value (RULER's variable tracking);
@@ -32,7 +32,7 @@ from cacheblend_rag import load_tokenizer
 from cacheblend_rag.demo.passages import SINGLE_HOP, load_real_texts
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.questions import choose_questions
+from cacheblend_rag.quality.questions import choose_questions, over_passages
 from cacheblend_rag.quality.scores import holds_answer
 from cacheblend_rag.text.chunk import Document
 from tests.benchmarks.referring import TITLES, referring_documents
@@ -40,6 +40,8 @@ from tests.benchmarks.referring import TITLES, referring_documents
 ADJACENT, FRAGMENTS, SHUFFLED = SETTINGS = ("adjacent", "fragments", "shuffled")
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+(?=[^a-z\s])|\n\s*\n")
 LOWER_CASE_END = re.compile(r"(?<=[^\s.]{3}[.!?])\s+|\n\s*\n")  # of text without capitals
+DATE = r"\d{1,2} [A-Za-z]+ \d{4}|[A-Za-z]+ \d{1,2}, \d{4}"
+BORN = re.compile(rf"(?!the )(?P<name>[^().,:;\"#]{{6,40}}) \( ?(?:born )?(?P<date>{DATE})\b")
 DOCUMENT_CHUNKS = 4  # of a document that short passages are joined to
 CHAIN_TOKENS = 500  # of the prompt for each needle or chain, of which there are at least four
 ALL = 10**9
@@ -236,12 +238,11 @@ def main(
     tokenizer = load_tokenizer(model)
     count_tokens = cache(lambda text: len(tokenizer.tokenize(text)))
     data = choose_questions(source, ALL)
-    texts = [_text(document) for asked in data.questions for document in asked.documents]
-    if kind != "qa":
-        texts += load_real_texts().passages
-    if kind == SINGLE_HOP:
-        data = choose_questions(SINGLE_HOP, ALL)
+    texts = [] if kind == "qa" else list(load_real_texts().passages)
+    texts += [_text(document) for asked in data.questions for document in asked.documents]
     texts = list(dict.fromkeys(texts))
+    if kind == SINGLE_HOP:
+        data = replace(data, questions=tuple(single_hop(texts)))
     drafts = Drafts(data, texts, prompt_tokens, chunk_tokens, count_tokens, seed)
     chosen = islice(enumerate(KINDS[kind](drafts)), skip, skip + questions)
     found = [
@@ -257,6 +258,24 @@ def main(
         if (own := made.of_setting(setting))
     }
     print(json.dumps({one: [len(own), round(mean(own))] for one, own in told.items()}))
+
+
+def single_hop(texts: Iterable[str]) -> Iterator[EvalQuestion]:
+    """Yield the packaged questions, and when each person that texts name was born.
+
+    When they died is not asked: small models answer with the date of birth that stands before.
+    """
+    asked = set()
+    for one in choose_questions(SINGLE_HOP, ALL).questions:
+        if not one.question.startswith("When did"):
+            asked.add(one.question.lower())
+            yield one
+    for text in texts:
+        for born in filter(None, map(BORN.match, sentences(text))):
+            question = f"When was {born['name']} born?"
+            if question.lower() not in asked:
+                asked.add(question.lower())
+                yield over_passages(question, (born["date"],), [Document("0", (text,))])
 
 
 def sentences(text: str) -> list[str]:
