@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate, chain, count, cycle, islice, pairwise, repeat
+from itertools import accumulate, chain, count, islice, pairwise, repeat
 from pathlib import Path
 from statistics import mean
 
@@ -125,8 +125,8 @@ class Drafts:
         return map(self._chains, count(), repeat(0))
 
     def tracking(self) -> Iterator[Draft]:
-        """The same where the sentence names another one with that number, at one or two hops."""
-        return map(self._chains, count(), cycle((1, 2)))
+        """The same where the sentence names another one with that number."""
+        return map(self._chains, count(), repeat(1))
 
     def referring(self) -> Iterator[Draft]:
         """What invented documents tell that refer to each other."""
@@ -261,20 +261,19 @@ def main(
 
 
 def single_hop(texts: Iterable[str]) -> Iterator[EvalQuestion]:
-    """Yield the packaged questions, and when each person that texts name was born.
+    """Yield the packaged questions, but of dates only when each person that texts tell of was born.
 
     When they died is not asked: small models answer with the date of birth that stands before.
     """
-    asked = set()
     for one in choose_questions(SINGLE_HOP, ALL).questions:
-        if not one.question.startswith("When did"):
-            asked.add(one.question.lower())
+        if not one.question.startswith("When"):
             yield one
+    asked = set()
     for text in texts:
         for born in filter(None, map(BORN.match, sentences(text))):
-            question = f"When was {born['name']} born?"
-            if question.lower() not in asked:
-                asked.add(question.lower())
+            if born["name"].lower() not in asked:
+                asked.add(born["name"].lower())
+                question = f"When was {born['name']} born?"
                 yield over_passages(question, (born["date"],), [Document("0", (text,))])
 
 

@@ -1,15 +1,15 @@
-"""Invented documents about buildings, whose later chunks say "it" or name another document's title.
+"""Invented documents about buildings, whose later chunks say "it", "the library" or another title.
 
 A chunk alone does not tell what a question asks, the prompt does: the first chunk names the
 building and perhaps two architects, of whom the second one says "the former"; the opening may be
-"in the same year as the bridge of Velden", and the architect that of another building.
+"in the same year as the theatre of Velden", and the architect that of another building.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import cycle, islice
 
 CHUNKS = 3  # of a document: what it is, whose plans it has, its opening and who paid
 FORMS = ("it", "same year", "former", "same architect")
@@ -57,7 +57,9 @@ def referring_documents(
 ) -> Made:
     """Return a question, its answers, documents in chunks, and the chunks that it needs."""
     number = max(2, round(tokens / (CHUNKS * chunk_tokens)))
-    titles, years = rng.sample(TITLES, number), rng.sample(range(1780, 1940), number)
+    things = list(islice(cycle(rng.sample(THINGS, len(THINGS))), number))
+    towns, years = rng.sample(TOWNS, number), rng.sample(range(1780, 1940), number)
+    titles = [f"the {thing} of {town}" for thing, town in zip(things, towns, strict=True)]
     people = iter(rng.sample(PEOPLE, 3 * number))
     architects, rivals, donors = (list(islice(people, number)) for _ in range(3))
     asked = FORMS[index % len(FORMS)]
@@ -67,18 +69,18 @@ def referring_documents(
         other = titles[at + 1 if at + 1 < number else 1]
         keys = [
             f"{title[0].upper()}{title[1:]} is known far beyond the town.",
-            f"It was designed by the architect {architects[at]}.",
-            f"It was opened in {years[at]}.",
+            f"The {things[at]} was designed by the architect {architects[at]}.",
+            f"The {things[at]} was opened in {years[at]}.",
         ]
         if form == "same year":
-            keys[2] = f"It was opened in the same year as {other}."
+            keys[2] = f"The {things[at]} was opened in the same year as {other}."
         elif form == "same architect":
-            keys[1] = f"It was designed by the architect of {other}."
+            keys[1] = f"The {things[at]} was designed by the architect of {other}."
         elif form == "former":
             pair = rng.sample((architects[at], rivals[at]), 2)
             keys[0] += f" Two architects, {pair[0]} and {pair[1]}, drew plans for it."
             chosen = ("former", "latter")[pair.index(architects[at])]
-            keys[1] = f"It was built after the plans of the {chosen}."
+            keys[1] = f"The {things[at]} was built after the plans of the {chosen}."
         keys[2] += f" It was paid for by {donors[at]}."
         fillers: list[str] = []
         chunks: list[str] = []

@@ -59,9 +59,8 @@ def test_prompts_of_a_kind_hold_their_answers_and_are_the_same_again(
 
 
 def test_only_the_chunks_of_one_chain_are_gold(tmp_path: Path) -> None:
-    first, second = made(tmp_path, "tracking", questions=2).of_setting("adjacent")
-    for hops, one in ((1, first), (2, second)):
-        assert len(one.gold) <= hops + 1
+    for one in made(tmp_path, "tracking", questions=2).of_setting("adjacent"):
+        assert len(one.gold) <= 2
         name = one.question.removeprefix("What is the secret number of ").removesuffix("?")
         assert f"The secret number of {name} is that of" in " ".join(c.text for c in one.gold)
 
