@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work
+from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, free_bytes
 from cacheblend_rag.engines.vllm.connector.live_weights import LiveWeights
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, PrefillTimer, Slices, events_of
@@ -33,7 +34,7 @@ from cacheblend_rag.reason import Miss, Reason, ReasonCode
 logger = logging.getLogger(__name__)
 
 ROW_BLOCK = 768
-"""Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
+"""Most rows at once on a CPU, and the least on an accelerator."""
 DEVICE_ERRORS = (torch.AcceleratorError,)
 """Errors after which no operation on the device succeeds."""
 
@@ -83,6 +84,7 @@ class Blender:
         most = int(vllm_config.scheduler_config.max_num_batched_tokens)
         on_cpu = vllm_config.device_config.device_type == "cpu"
         self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
+        limit_rows(self.stack)
         self.cache = paged_cache(vllm_config, kv_cache_config, self.stack)
         self.jobs = JobRunner(self.stack, self.cache, store, namespace=namespace)
         make_event = events_of(self.stack.geometry.device)
@@ -238,3 +240,16 @@ class Blender:
         seen = torch.tensor([failed, late and ranks.is_first_rank], dtype=torch.int32)
         failed, late = all_reduce(seen, "max").tolist()
         return bool(failed), bool(late)
+
+
+def limit_rows(stack: VLLMStack) -> None:
+    """Have a pass take fewer rows at once than vLLM has profiled, where memory is small.
+
+    At most half of what is free is for a pass: vLLM has not captured its graphs yet.
+    """
+    free = free_bytes(stack.geometry.device)
+    tokens = stack.row_block
+    while stack.row_block >= 2 * ROW_BLOCK and not all(
+        on_all_ranks(stack, [free is None or 2 * stack.pass_bytes(tokens, checks=True) <= free])
+    ):
+        stack.row_block //= 2

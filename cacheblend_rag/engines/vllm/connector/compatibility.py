@@ -87,14 +87,6 @@ FAILS_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 """Whether failed asynchronous loads are reported to vLLM by request (0.30 on), not by block."""
 
 
-def specs_of(group: Any) -> list[Any]:
-    """Return the KV cache specs of a group's layers; one stands for all if they are equal."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec]
-
-
 def layers_by_spec(group: Any) -> dict[Any, list[str]]:
     """Return the names of a group's layers by their KV cache spec.
 
@@ -116,7 +108,7 @@ def obstacle(kv_cache_config: Any, cache_config: Any) -> str | None:
     """
     if len(kv_cache_config.kv_cache_groups) <= 1:
         return None
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layers_by_spec(group)]
     size = cache_config.block_size
     hashed = getattr(cache_config, "prefix_match_unit", None)  # vLLM 0.31 has none
     if any(type(spec) not in {FullAttentionSpec, SlidingWindowSpec} for spec in specs):
@@ -131,6 +123,6 @@ def kept_tokens(kv_cache_config: Any, block_size: int) -> int | None:
 
     vLLM drops the complete blocks before the window of the token after that part.
     """
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group)]
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layers_by_spec(group)]
     windows = [spec.sliding_window for spec in specs if isinstance(spec, SlidingWindowSpec)]
     return min(windows) - 1 + block_size - 1 if windows else None

@@ -172,7 +172,6 @@ class Metadata:
     def __init__(self, cache: PagedCache, table: BlockTable) -> None:
         self._cache, self._table = cache, table
         self._batches: dict[Rows, list[tuple[slice, CommonAttentionMetadata]]] = {}
-        self._built: dict[int, tuple[CommonAttentionMetadata, Any]] = {}
 
     def of(self, layer: int, rows: Rows) -> Iterator[tuple[slice, Any]]:
         """Yield a layer's metadata for parts of rows; use each before the next is asked for."""
@@ -211,16 +210,16 @@ class Metadata:
         )
 
     def _build(self, layer: int, common: CommonAttentionMetadata) -> Any:
-        """Return the backend's metadata for a layer; only the latest of each builder are kept.
+        """Return the backend's metadata for a layer.
 
-        Builders may return views of one buffer, which the next call overwrites.
+        Only what each builder has built last is kept, for whichever request: builders may return
+        views of one buffer, or keep a plan, which their next call overwrites.
         """
-        builder = self._cache.builders[layer]
-        if id(builder) not in self._built or self._built[id(builder)][0] is not common:
+        builder, latest = self._cache.builders[layer], self._cache.latest
+        if id(builder) not in latest or latest[id(builder)][0] is not common:
             fast = self._cache.device.type != "cpu"
-            made = builder.build(0, common, fast_build=fast)
-            self._built[id(builder)] = (common, made)
-        return self._built[id(builder)][1]
+            latest[id(builder)] = (common, builder.build(0, common, fast_build=fast))
+        return latest[id(builder)][1]
 
 
 def _edges(positions: Positions) -> Positions:

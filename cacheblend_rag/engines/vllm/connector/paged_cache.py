@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
 from typing import Any
@@ -41,7 +41,7 @@ class PagedCache:
     blocks. builders: make the backend's metadata for each layer; layers of one group whose KV cache
     specs are equal share one. block_size: tokens per block of vLLM's allocator. kernel_block_size:
     tokens per block of the kernels, which divides it. blocks: of the kernels in each layer's cache.
-    dtype: of the model.
+    dtype: of the model. latest: what each builder has built last, by its ``id``, and of what.
     """
 
     attention: Sequence[Any]
@@ -51,6 +51,7 @@ class PagedCache:
     kernel_block_size: int
     blocks: int
     dtype: torch.dtype
+    latest: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

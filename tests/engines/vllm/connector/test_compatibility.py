@@ -17,6 +17,8 @@ from cacheblend_rag.engines.vllm.connector.compatibility import (
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.models import SHAPE
 
+GROUP = SimpleNamespace(kv_cache_spec=object(), layer_names=["layers.0"])
+
 
 def vllm_config(**changes: Any) -> Any:
     """As much of a VllmConfig as is looked at; changes: group.field=value."""
@@ -54,14 +56,13 @@ def vllm_config(**changes: Any) -> Any:
     ],
 )
 def test_what_cannot_be_blended_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=object())])
+    groups = SimpleNamespace(kv_cache_groups=[GROUP])
     assert refusal_of(vllm_config(), groups) is None
     assert said in str(refusal_of(vllm_config(**changes), groups))
 
 
 def test_groups_of_kv_that_no_attention_has_are_refused() -> None:
-    group = SimpleNamespace(kv_cache_spec=object())
-    groups = SimpleNamespace(kv_cache_groups=[group, group])
+    groups = SimpleNamespace(kv_cache_groups=[GROUP, GROUP])
     assert "KV cache groups of other kinds" in str(refusal_of(vllm_config(), groups))
 
 

@@ -23,7 +23,9 @@ from cacheblend_rag.blend.row_attention import RowAttention
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import probe_layer, replaced
 from cacheblend_rag.blend.steps import run_to_end
+from cacheblend_rag.engines.vllm.connector import blender as blending
 from cacheblend_rag.engines.vllm.connector import job_runner
+from cacheblend_rag.engines.vllm.connector.blender import limit_rows
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace
 from cacheblend_rag.engines.vllm.connector.paged import Metadata, PagedAttention
@@ -138,6 +140,12 @@ def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -
     found = fused_keys(blender, PagedAttention(cache, TOKENS, exact=TOKENS))
     assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
     torch.testing.assert_close(found, fused_keys(blender, RowAttention()), atol=1e-4, rtol=0)
+    rows, shared.sequences = Rows.at(np.arange(9), torch.device("cpu")), []
+    of_two = [Metadata(cache, cache.table(range(1, 3), 9)) for _ in range(2)]
+    with torch.inference_mode():
+        for turn in (0, 0, 1, 0):
+            assert len([*of_two[turn].of(0, rows)]) == 1
+    assert len(shared.sequences) == 3, "built again after another request's"
 
 
 @pytest.mark.parametrize("exact", [0, 25, TOKENS])
@@ -288,6 +296,17 @@ def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(llama: InProce
         bound = stack.pass_bytes(tokens, checks=True)
         # Most of it is what rows and attention take at most, now that two layers of KV are held.
         assert 0.15 * bound < peak <= bound
+
+
+@pytest.mark.parametrize(("share", "rows"), [(3.0, 8192), (1.5, 4096), (0.0, 1024)])
+def test_where_memory_is_small_a_pass_takes_fewer_rows_at_once(
+    blender: Any, monkeypatch: pytest.MonkeyPatch, share: float, rows: int
+) -> None:
+    with replaced(blender.stack, "row_block", 8192):
+        free = int(share * blender.stack.pass_bytes(8192, checks=True))
+        monkeypatch.setattr(blending, "free_bytes", lambda _: free)
+        limit_rows(blender.stack)
+        assert blender.stack.row_block == rows
 
 
 def test_too_little_memory_is_a_miss_with_a_reason(
