@@ -157,7 +157,7 @@ _SHAPES = (
 )  # fmt: skip
 SHAPES: Mapping[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 
-TOY = ModelShape("toy", "llama", 4, 64, 4, 2, 128, 512, 2048, _default_rope(1e4))
+TOY = ModelShape("toy", "llama", 4, 128, 4, 2, 256, 512, 2048, _default_rope(1e4))
 """A shape of no published model, on which a benchmark itself is tested."""
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.benchmarks import shapes
+from tests.benchmarks.gpu import __main__ as gpu
 from tests.benchmarks.throughput import engine_options
 from tests.engines.vllm.forking import fork_engines
 from tests.toy import TOY
@@ -77,6 +78,30 @@ def test_throughput_is_measured():
     assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
     assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
     assert found["precompute_seconds"] > 0
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("steps", "names"), [("exactness", ["embedded", "eager"]), ("ttft", ["blends", "plain"])]
+)
+def test_what_is_measured_of_vllm_on_a_gpu(tmp_path, steps, names):
+    out = tmp_path / "found.json"
+    chosen = [part for name in names for part in ("--step", name)]
+    gpu.main(["--toy", "--steps", steps, *chosen, "--out", str(out)])
+    told = json.loads(out.read_text())["steps"]
+    assert [step["reason"] for step in told.values()] == [None, None]
+    rows = {row["case"]: row for step in told.values() for row in step["rows"]}
+    assert not any("failed" in row for row in rows.values())
+    if steps == "ttft":
+        assert rows["before layer 0, 0.05"]["compute_share"] < rows["hkvd 0.15"]["compute_share"]
+        assert rows["plain"]["ms"] > 0 < rows["prefix caching"]["ms"]
+        return
+    for case in ("ratio 1 and ordinary prefill", "ordinary prefill before and after blends"):
+        assert (rows[case]["same_tokens"], rows[case]["first_difference"]) == (16, 0.0)
+    for case in ("ratio 0", "the default", "ordinary prefill"):
+        assert rows[f"{case}, both engines"]["first_difference"] < 1e-4
+    assert rows["a blend, and again from the prefix cache"]["same_tokens"] == 16
+    assert rows["streams beside blends"]["same_streams"] == rows["streams beside blends"]["streams"]
 
 
 @pytest.mark.parametrize("name", ["mistral-7b", "llama-3.1-8b"])

@@ -1,8 +1,9 @@
-"""How much sooner blends are on a GPU: ``python -m tests.benchmarks.gpu --out FILE``.
+"""What blending does on a GPU: ``python -m tests.benchmarks.gpu --out FILE --steps KIND``.
 
-Each step measures one thing, in a process of its own and with a limit of its own, less than nine
-minutes in all; the file is written anew after each. ``--toy`` tries everything on a tiny shape,
-without a GPU too.
+KIND: ``embedded`` times the embedded engine, ``exactness`` compares answers of vLLM, ``ttft`` and
+``throughput`` time it. Each step measures one thing, in a process of its own and with a limit of
+its own, less than nine minutes in all; the file is written anew after each. ``--toy`` tries
+everything on a tiny shape, without a GPU too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.benchmarks.shapes import SHAPES, TOY
 from tests.readme import ROOT
 
 CHILD = "tests.benchmarks.gpu.child"
-OUTPUT_CHARACTERS = 1500
+OUTPUT_CHARACTERS = 6000
 TOTAL_SECONDS = 500.0
 """Limit of all steps together: nine minutes, less the program's own start on a new machine."""
 TOY_FACTOR = 4.0
@@ -39,7 +40,8 @@ class Step:
     """One step.
 
     measure: the generator that yields its rows, as ``module:function``. seconds: its limit, the
-    start of its process included. needs_cuda: it is skipped without a CUDA device.
+    start of its process included. needs_cuda: it is skipped without a CUDA device. arguments: of
+    the generator, after shape and folder.
     """
 
     name: str
@@ -47,19 +49,48 @@ class Step:
     measure: str
     seconds: float
     needs_cuda: bool = False
+    arguments: tuple[str, ...] = ()
 
 
-def _step(name: str, about: str, seconds: float, *, needs_cuda: bool = False) -> Step:
-    return Step(name, about, f"tests.benchmarks.gpu.steps:{name}", seconds, needs_cuda)
-
-
-STEPS = (
-    _step("facts", "the card, its driver, and versions", 25),
-    _step("ttft", "first token of blends and ordinary prefill, chunks in memory", 180),
-    _step("tiers", "first token by where chunk KV is", 90),
-    _step("memory", "peak memory of a request beyond weights and store", 80),
-    _step("checks", "the project's tests that need a CUDA device", 100, needs_cuda=True),
-)
+OWN, ON_VLLM = "tests.benchmarks.gpu.steps", "tests.benchmarks.gpu.on_vllm"
+FACTS = Step("facts", "the card, its driver, and versions", f"{OWN}:facts", 25)
+EXACT_SECONDS = {"eager": 90, "graphs": 130, "chunked": 70, "fp8": 70, "float32": 60}
+CALLS: Mapping[str, tuple[str, tuple[Step, ...]]] = {
+    "embedded": (
+        "llama-3.1-8b",
+        (
+            FACTS,
+            Step("ttft", "first token of blends and ordinary prefill", f"{OWN}:ttft", 180),
+            Step("tiers", "first token by where chunk KV is", f"{OWN}:tiers", 90),
+            Step("memory", "peak memory beyond weights and store", f"{OWN}:memory", 80),
+            Step("checks", "the tests that need a CUDA device", f"{OWN}:checks", 100, True),
+        ),
+    ),
+    "exactness": (
+        "llama-3.2-1b",
+        (
+            FACTS,
+            Step("embedded", "answers of the embedded engine", f"{ON_VLLM}:embedded", 50),
+            *(
+                Step(name, "do answers agree?", f"{ON_VLLM}:exact", seconds, arguments=(name,))
+                for name, seconds in EXACT_SECONDS.items()
+            ),
+        ),
+    ),
+    "ttft": (
+        "llama-3.1-8b",
+        (
+            FACTS,
+            Step("blends", "first token, prefix caching too", f"{ON_VLLM}:first_token", 300),
+            Step("plain", "the same without connector", f"{ON_VLLM}:without_connector", 170),
+        ),
+    ),
+    "throughput": (
+        "llama-3.1-8b",
+        (FACTS, Step("throughput", "questions a second", f"{ON_VLLM}:throughput", 470)),
+    ),
+}
+"""The shape and the steps of each kind."""
 
 
 def measure_gpu(out: Path, scene: Scene, steps: Sequence[Step]) -> dict[str, Any]:
@@ -75,11 +106,13 @@ def measure_gpu(out: Path, scene: Scene, steps: Sequence[Step]) -> dict[str, Any
     _write(out, found)
     factor = TOY_FACTOR if scene.is_toy else 1.0
     until = time.monotonic() + factor * TOTAL_SECONDS
-    for step in steps:
-        print(step.name, file=sys.stderr)
-        limit = min(factor * step.seconds, until - time.monotonic())
-        found["steps"][step.name] = {"about": step.about, **_result(step, scene, limit)}
-        _write(out, found)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-") as folder:
+        shared = replace(scene, folder=folder)
+        for step in steps:
+            print(step.name, file=sys.stderr)
+            limit = min(factor * step.seconds, until - time.monotonic())
+            found["steps"][step.name] = {"about": step.about, **_result(step, shared, limit)}
+            _write(out, found)
     return found
 
 
@@ -104,7 +137,8 @@ def _result(step: Step, scene: Scene, limit: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cacheblend-gpu-") as folder:
         told, output = Path(folder, "rows.jsonl"), Path(folder, "output.txt")
         told.touch()
-        command = [sys.executable, "-m", CHILD, step.measure, scene.name, str(told)]
+        command = [sys.executable, "-m", CHILD, str(told), scene.name, scene.folder, step.measure]
+        command += step.arguments
         code = _exit_status(command, output, limit)
         rows = [json.loads(line) for line in told.read_text().splitlines()]
         said = output.read_text(errors="replace").strip()
@@ -135,16 +169,21 @@ def _exit_status(command: list[str], output: Path, limit: float) -> int | None:
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
-    names = [step.name for step in STEPS]
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="gets the result, after each step")
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
-    parser.add_argument("--step", action="append", choices=names, help="only this; repeatable")
+    parser.add_argument("--steps", default="embedded", choices=CALLS, help="what is measured")
+    parser.add_argument("--shape", choices=SHAPES, help="the model's; each kind has its own")
+    parser.add_argument("--step", action="append", help="of these only this one; repeatable")
     parser.add_argument("--toy", action="store_true", help="a tiny shape, without a GPU too")
     asked = parser.parse_args(given)
-    chosen = [step for step in STEPS if step.name in (asked.step or names)]
+    shape, steps = CALLS[asked.steps]
+    names = [step.name for step in steps]
+    if unknown := set(asked.step or ()) - set(names):
+        parser.error(f"--step {unknown.pop()}: --steps {asked.steps} has {', '.join(names)}")
+    chosen = [step for step in steps if step.name in (asked.step or names)]
+    scene = Scene(TOY.name if asked.toy else asked.shape or shape)
     try:
-        found = measure_gpu(asked.out, Scene(TOY.name if asked.toy else asked.shape), chosen)
+        found = measure_gpu(asked.out, scene, chosen)
     except ConfigError as error:
         sys.exit(str(error))
     for name, step in found["steps"].items():

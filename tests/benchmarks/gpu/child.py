@@ -1,7 +1,8 @@
-"""The process of a step: ``python -m tests.benchmarks.gpu.child MEASURE SHAPE FILE``.
+"""The process of a step: ``python -m tests.benchmarks.gpu.child FILE SHAPE FOLDER MEASURE ...``.
 
-MEASURE is the generator of the step's rows, as ``module:function``. Each row is added to FILE as a
-line of JSON, so that a process that is killed leaves what it has measured.
+MEASURE is the generator of the step's rows, as ``module:function``, which takes SHAPE, FOLDER, and
+what follows. FOLDER is for what steps share. Each row is added to FILE as a line of JSON, so that a
+process that is killed leaves what it has measured.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def main(measure: str, shape: str, file: str) -> None:
+def main(file: str, shape: str, folder: str, measure: str, *arguments: str) -> None:
     """Write the rows of a step."""
     module, name = measure.split(":")
     with Path(file).open("w") as told:
-        for row in getattr(import_module(module), name)(shape):
+        for row in getattr(import_module(module), name)(shape, folder, *arguments):
             print(json.dumps(plain(row)), file=told, flush=True)
 
 

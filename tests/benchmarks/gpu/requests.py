@@ -6,8 +6,11 @@ so no two prompts here have equally many tokens.
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,8 +20,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
+from cacheblend_rag import Engine
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
@@ -33,8 +38,12 @@ Row = dict[str, Any]
 """One measured case: plain values by name. ``failed`` says why a case has no figures."""
 
 SEED = 7
-REAL_CHUNK, TOY_CHUNK = 512, 24
+REAL_CHUNK, TOY_CHUNK = 512, 48
+REAL_CHUNKS, TOY_CHUNKS = (8, 16, 32), (3,)
+REPEAT, TOY_REPEAT = 3, 1
+HOST = "host://?capacity=none"
 SHORTEST_QUESTION = 33
+TRACEBACK_CHARACTERS = 3000
 WARM_UPS = 4
 """Blends before those that are measured: kernels are compiled, and layers captured as graphs."""
 PLAIN = BlendConfig(
@@ -61,9 +70,13 @@ cost: with random weights it does not matter which rows are chosen."""
 
 @dataclass(frozen=True)
 class Scene:
-    """What is measured on. name: of the model's shape; of TOY, everything is tiny."""
+    """What is measured on.
+
+    name: of the model's shape; of TOY, everything is tiny. folder: of files that all steps share.
+    """
 
     name: str
+    folder: str = ""
 
     @property
     def is_toy(self) -> bool:
@@ -108,11 +121,11 @@ class Scene:
 class Requests:
     """An engine whose store holds chunks in one tier, and the questions asked of it.
 
-    tier: the name that reports must give for every chunk.
+    engine: the embedded one, or vLLM's. tier: the name that reports must give for every chunk.
     """
 
     scene: Scene
-    engine: TransformersEngine
+    engine: Engine
     chunks: list[Chunk]
     tier: str
     vocabulary: int
@@ -128,9 +141,11 @@ class Requests:
         """Return the first token by the model's own prefill."""
         return self.engine.generate_full(prompt, ONE_TOKEN)
 
-    def blend(self, prompt: BlendPrompt, config: BlendConfig) -> Generation:
-        """Return the first token by a blend; raises CacheBlendError if it was none."""
-        done = self.engine.generate(prompt, ONE_TOKEN, config=config)
+    def blend(
+        self, prompt: BlendPrompt, config: BlendConfig, sampling: SamplingParams = ONE_TOKEN
+    ) -> Generation:
+        """Return the answer by a blend; raises CacheBlendError if it was none."""
+        done = self.engine.generate(prompt, sampling, config=config)
         report = done.report
         if not report.blended or any(chunk.tier != self.tier for chunk in report.chunks):
             raise CacheBlendError(f"not blended from {self.tier}: {report.reason or 'a miss'}")
@@ -195,11 +210,7 @@ def open_requests(
 
     url: of the tier. tier: its name.
     """
-    shape = scene.shape
-    drawn = draw_chunks(
-        random.Random(SEED), chunks, scene.chunk_tokens, shape.vocabulary,
-        selector=PLAIN.selector, name="bench",
-    )  # fmt: skip
+    shape, drawn = scene.shape, draw_bench_chunks(scene, chunks)
     config = StoreConfig(tiers=(url,))
     with TieredKVStore.of(config, device=scene.device) as store:
         engine = TransformersEngine(
@@ -209,3 +220,23 @@ def open_requests(
             raise CacheBlendError(f"the model cannot be blended: {engine.blend_refusal}")
         engine.precompute(drawn, progress=False)
         yield Requests(scene, engine, drawn, tier, shape.vocabulary)
+
+
+def draw_bench_chunks(scene: Scene, chunks: int) -> list[Chunk]:
+    """Return so many chunks of random words, the same ones each time."""
+    return draw_chunks(
+        random.Random(SEED), chunks, scene.chunk_tokens, scene.shape.vocabulary,
+        selector=PLAIN.selector, name="bench",
+    )  # fmt: skip
+
+
+def attempt(row: Row, measure: Callable[[], Row]) -> Row:
+    """Return a row with what ``measure`` returns, or with the traceback of why it failed."""
+    print(row, file=sys.stderr, flush=True)
+    try:
+        return {**row, **measure()}
+    except Exception:  # whatever a kernel, a driver or a lack of memory raises
+        failed = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
+    gc.collect()  # what the failed case held
+    torch.cuda.empty_cache()
+    return {**row, "failed": failed}

