@@ -287,19 +287,18 @@ def main(
     asked = data.of_setting(data.settings[0])
     one = asked[0].documents[0]
     short = replace(asked[0], documents=(one,), passages=one.to_chunks())
-    records = []
+    records, found = [], json.loads(out.read_text()) if out.exists() else {}
     for turn, question in enumerate((short, *asked), -1):  # the short one warms up
         for record in measure(systems, Transformers(engine), frame, question, turn):
             print(json.dumps(record), file=sys.stderr, flush=True)
             records += [record] if turn >= 0 else []
-    found = json.loads(out.read_text()) if out.exists() else {}
-    found[engine.model_name] = {
-        "dataset": data.name,
-        "prompts": len(asked),
-        "threads": torch.get_num_threads(),
-        "rows": rows(records),
-    }
-    out.write_text(json.dumps(found, indent=1) + "\n")
+        found[engine.model_name] = {
+            "dataset": data.name,
+            "prompts": turn + 1,
+            "threads": torch.get_num_threads(),
+            "rows": rows(records),
+        }
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
