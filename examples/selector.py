@@ -6,26 +6,24 @@ Prints which tokens of a passage it has recomputed, and which the selector that 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from cacheblend_rag import BlendConfig, Document, Engine, Explanation, open_engine
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence, Question
-from cacheblend_rag.settings.base import Count
+from cacheblend_rag.settings.base import Positive
 
 
-class Phrases(Question):
-    """The question's attention, averaged over neighbouring tokens: phrases, not single words."""
+class Beginnings(Question):
+    """The question's attention, the more the nearer a token is to its chunk's beginning."""
 
-    reach: Count = 2
-    """How many tokens on each side count."""
+    halved_after: Positive = 32
+    """So many tokens further on, the same attention scores half."""
 
     def score(self, evidence: Evidence) -> Tensor:
         """Return (tokens,) float32 scores; the highest are recomputed."""
-        attention, width = super().score(evidence), 2 * self.reach + 1
-        return avg_pool1d(attention[None], width, 1, self.reach, count_include_pad=False)[0]
+        return super().score(evidence) * 0.5 ** (evidence.offsets / self.halved_after)
 
 
-SELECTORS["phrases"] = Phrases  # in the package: a line in blend/selectors/__init__.py
+SELECTORS["beginnings"] = Beginnings  # in the package: a line in blend/selectors/__init__.py
 
 
 def recomputed(engine: Engine, prompt: str, selector: str) -> list[int]:
@@ -41,7 +39,7 @@ def main(model: str = "smollm2") -> None:
     config = BlendConfig(min_tokens=0, cost_model=False, trace=True)
     engine = open_engine("transformers", model=model, config=config)
     engine.precompute([Document("gods", (passage,))])
-    for selector in ("question_mid", "phrases"):
+    for selector in ("question_mid", "beginnings"):
         print(selector, recomputed(engine, f"{passage}\n\nWho was Hapi?", selector))
     engine.close()
 

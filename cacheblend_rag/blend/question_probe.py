@@ -35,14 +35,19 @@ def probe_question(
     """Return the attention each token gets from the question, and the work spent.
 
     The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
-    layer that ``question`` observes. Attention is reduced over the question's tokens and over
-    heads, and summed over the observed layers. Result: (tokens,) float32, on the host.
+    layer that ``question`` observes. Attention is the mean over the question's tokens, to which
+    that over its ``closing`` tokens is added; it is reduced over heads, and summed over the
+    observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
     before_layer, graphed: see BlendPass.
     """
     observed = question.observed(stack.geometry.layers)
-    observer = _QuestionAttention(stack.costs, question, observed, question_start)
+    count = token_ids.numel() - question_start
+    weights = torch.full((count,), 1 / count, device=stack.geometry.device)
+    closing = min(question.closing, count)
+    weights[count - closing :] += 1 / max(closing, 1)
+    observer = _QuestionAttention(stack.costs, question, observed, question_start, weights)
     cached = candidates.cached.clone()
     cached[-1:] = False  # the last token asks in any case
     run = BlendPass(
@@ -60,14 +65,16 @@ def probe_question(
 class _QuestionAttention(Observer):
     """Collects what the question's tokens attend to in the observed layers.
 
-    costs: of each layer. asked: by layer, (heads, tokens) of this rank's heads, or their sum
-    (1, tokens). work: floating-point operations that took, beyond those of the pass.
+    costs: of each layer. weights: of the question's tokens, (question,) float32. asked: by layer,
+    (heads, tokens) of this rank's heads, or their sum (1, tokens). work: floating-point operations
+    that took, beyond those of the pass.
     """
 
     costs: Sequence[LayerCost]
     question: Question
     observed: tuple[int, ...]
     question_start: int
+    weights: Tensor
     asked: dict[int, Tensor] = field(default_factory=dict)
     work: float = 0.0
 
@@ -82,7 +89,8 @@ class _QuestionAttention(Observer):
         shares = attention_mass(call.part(first, end), keys, rows.part(first, end))
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         self.work += self.costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
-        asked = shares.sum(1)
+        asking = rows.part(first, end).device - self.question_start
+        asked = shares.mul_(self.weights[asking, None]).sum(1)
         if self.question.heads == "sum":
             asked = asked.sum(0, keepdim=True)
         # A question's rows may be in several blocks.

@@ -119,4 +119,5 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     from cacheblend_rag.blend import plan_schedule
     from cacheblend_rag.engines.model_files import text_config
 
-    plan_schedule(config.with_changes(selector="hkvd"), text_config(model).num_hidden_layers)
+    hkvd = config.with_changes(selector="hkvd", selector_options={})
+    plan_schedule(hkvd, text_config(model).num_hidden_layers)

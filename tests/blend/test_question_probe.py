@@ -62,17 +62,24 @@ def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize(("layers", "softcap"), [(3, None), (4, 0.5)])
-def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layers(
-    prompt: Prompt, layers: int, softcap: float | None
+@pytest.mark.parametrize(
+    ("layers", "softcap", "closing", "weights"),
+    [
+        (3, None, 0, [0.25, 0.25, 0.25, 0.25]),
+        (4, 0.5, 2, [0.25, 0.25, 0.75, 0.75]),
+        (3, None, 8, [0.5, 0.5, 0.5, 0.5]),
+    ],
+)
+def test_the_questions_last_tokens_ask_once_more_in_the_upper_layers(
+    prompt: Prompt, layers: int, softcap: float | None, closing: int, weights: list[float]
 ) -> None:
     stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
-    mass, work = probed(prompt, start, stack, span=(0.5, 1.0), heads="max")
+    mass, work = probed(prompt, start, stack, span=(0.5, 1.0), heads="max", closing=closing)
     wanted, twice = torch.zeros(prompt.tokens), 0.0
     for layer, shares in attention(prompt, start, stack).items():
         if layer >= layers // 2:
-            wanted += shares.sum(1).amax(0)
+            wanted += (torch.tensor(weights[-shares.shape[1] :]) @ shares).amax(0)
             twice += stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
     torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=0)
     assert mass.dtype == torch.float32
@@ -82,17 +89,17 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
 @pytest.mark.parametrize(
     ("options", "layers", "wanted"),
     [
-        ({"heads": "sum", "span": (0.0, 1.0)}, (0, 1, 2, 3), lambda a: a.sum((0, 1))),
-        ({"heads": "max", "layers": [1]}, (1,), lambda a: a.sum(1).amax(0)),
-        ({"heads": "sum", "layers": [0, 2]}, (0, 2), lambda a: a.sum((0, 1))),
-        ({"heads": "max", "span": (0.25, 0.75)}, (1, 2), lambda a: a.sum(1).amax(0)),
+        ({"heads": "sum", "span": (0.0, 1.0)}, (0, 1, 2, 3), lambda a: a.mean(1).sum(0)),
+        ({"heads": "max", "layers": [1]}, (1,), lambda a: a.mean(1).amax(0)),
+        ({"heads": "sum", "layers": [0, 2]}, (0, 2), lambda a: a.mean(1).sum(0)),
+        ({"heads": "max", "span": (0.25, 0.75)}, (1, 2), lambda a: a.mean(1).amax(0)),
     ],
 )  # fmt: skip
 def test_a_probe_observes_what_it_says(
     options: dict[str, Any], layers: tuple[int, ...], wanted: Any
 ) -> None:
     prompt, stack = Prompt(), FakeStack()
-    mass, work = probed(prompt, TOKENS - 4, stack, **options)
+    mass, work = probed(prompt, TOKENS - 4, stack, closing=0, **options)
     shares = attention(prompt, TOKENS - 4, FakeStack())
     expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
     torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
@@ -127,6 +134,8 @@ def test_heads_of_all_ranks_are_looked_at(heads: str) -> None:
         ({"layers": [-1]}, "layers="),
         ({"layers": "12"}, "layers="),
         ({"layers": [True]}, "layers="),
+        ({"closing": -1}, "closing=-1"),
+        ({"reach": -1}, "reach=-1"),
         ({"heads": "mean"}, "heads='mean' must be 'sum' or 'max'"),
     ],
 )

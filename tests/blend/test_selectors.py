@@ -51,6 +51,15 @@ def test_ranks_that_share_the_heads_score_as_one(deviation: str) -> None:
     torch.testing.assert_close(shared, selector.score(whole))
 
 
+@pytest.mark.parametrize("reach", [0, 1, 3])
+def test_a_token_scores_the_mean_of_its_neighbours(reach: int) -> None:
+    asked = evidence().question_attention
+    assert asked is not None
+    found = make_selector("question_mid", {"reach": reach}).score(evidence())
+    wanted = [float(asked[max(0, i - reach) : i + reach + 1].mean()) for i in range(TOKENS)]
+    assert found.tolist() == pytest.approx(wanted)
+
+
 @given(st.lists(st.sampled_from([-torch.inf, 0.0, 0.5, 1.0]), max_size=30), st.integers(0, 30))
 @settings(max_examples=60, deadline=None)
 def test_top_rows_are_the_best_in_order(values: list[float], count: int) -> None:

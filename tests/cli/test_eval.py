@@ -94,6 +94,8 @@ def test_passages_file_and_settings_of_ones_own(evaluate, tmp_path):
     path = tmp_path / "notes.json"
     path.write_text(json.dumps([item, item, item]))
     own = ("--set", "kind=instruction", "--set", "selector=prior", "--set", "recompute_ratio=0.5")
+    options = ("--rules", "hkvd=0.1", "--set", 'selector_options={"reach": 0}')
+    assert evaluate("--dataset", path, "--questions", 1, *options).code == 0
     found = evaluate("--dataset", path, "--questions", 2, "--rules", "", *own, "--json").json
     assert (found["dataset"], found["prompts"]) == ("notes", {"retrieved": 2})
     assert {row["lead_in"] for row in found["rows"]} == {"none", "instruction"}

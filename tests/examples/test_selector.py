@@ -17,21 +17,18 @@ def registered() -> Iterator[None]:
     import examples.selector  # noqa: F401
 
     yield
-    del SELECTORS["phrases"]
+    del SELECTORS["beginnings"]
 
 
-@pytest.mark.parametrize("reach", [0, 1, 3])
-def test_a_token_scores_the_mean_of_its_neighbours(reach: int) -> None:
-    asked = torch.rand(9, generator=torch.Generator().manual_seed(1))
-    evidence = Evidence(torch.arange(9), question_attention=asked)
-    found = make_selector("phrases", {"reach": reach}).score(evidence)
-    wanted = [float(asked[max(0, i - reach) : i + reach + 1].mean()) for i in range(9)]
-    assert found.tolist() == pytest.approx(wanted)
+def test_a_token_far_from_its_chunks_beginning_scores_less() -> None:
+    evidence = Evidence(torch.tensor([0, 8, 16, 0]), question_attention=torch.ones(4))
+    found = make_selector("beginnings", {"halved_after": 8}).score(evidence)
+    assert found.tolist() == [1.0, 0.5, 0.25, 1.0]
 
 
 def test_it_chooses_as_many_tokens_as_the_ratio_says() -> None:
     config = BlendConfig(
-        min_tokens=0, cost_model=False, trace=True, selector="phrases", recompute_ratio=0.25
+        min_tokens=0, cost_model=False, trace=True, selector="beginnings", recompute_ratio=0.25
     )
     engine = open_engine(
         "transformers", model=make_model(), tokenizer=make_tokenizer(), config=config
@@ -40,11 +37,16 @@ def test_it_chooses_as_many_tokens_as_the_ratio_says() -> None:
     engine.precompute(documents, progress=False)
     chunks = [document.to_chunks()[0] for document in documents]
     report = engine.generate(prompt_of("w5 w6", *chunks, "w9 w10")).report
-    assert (report.selector, report.recomputed_tokens, report.reused_tokens) == ("phrases", 20, 60)
+    assert (report.selector, report.recomputed_tokens, report.reused_tokens) == (
+        "beginnings",
+        20,
+        60,
+    )
     explained = Explanation.of(report).chunks
     assert sum(len(chunk.marked) for chunk in explained) == 20
-    with pytest.raises(ConfigError, match="reach=-1"):
+    with pytest.raises(ConfigError, match="halved_after=0"):
         engine.generate(
-            prompt_of(*chunks, "w9"), config=config.with_changes(selector_options={"reach": -1})
+            prompt_of(*chunks, "w9"),
+            config=config.with_changes(selector_options={"halved_after": 0}),
         )
     engine.close()

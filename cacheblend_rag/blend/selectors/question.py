@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 from cacheblend_rag.errors import ConfigError
@@ -18,7 +19,7 @@ class Question(Selector):
 
     A selector that needs the question's attention for another rule derives from this one. Related:
     QCFuse (arXiv 2606.05875), which scores by three middle layers chosen by measurement; ``layers``
-    names such layers of a model.
+    names such layers of a model. ``closing`` and ``reach`` are this project's own.
     """
 
     span: Annotated[tuple[Ratio, Ratio], AsTuple, Rising] = (0.4, 0.75)
@@ -30,6 +31,11 @@ class Question(Selector):
     """Indices of the layers whose attention counts, in place of ``span``."""
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
+    closing: Count = 8
+    """So many of the prompt's last tokens ask once more, together as much as the whole question:
+    where the answer begins, attention goes to what it needs."""
+    reach: Count = 3
+    """A token's score is the mean over so many tokens on each side: facts are phrases."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the layers whose attention counts, of a model of ``layers`` layers; at least one.
@@ -45,4 +51,6 @@ class Question(Selector):
         return tuple(range(first, max(end, first + 1)))
 
     def score(self, evidence: Evidence) -> Tensor:
-        return given(evidence.question_attention, "question_attention")
+        attention = given(evidence.question_attention, "question_attention")
+        width = 2 * self.reach + 1
+        return avg_pool1d(attention[None], width, 1, self.reach, count_include_pad=False)[0]
