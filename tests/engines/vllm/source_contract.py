@@ -120,7 +120,7 @@ def requests(
 ):
     request.trace_headers, sent.trace_headers, new.req_id, new.num_computed_tokens
     cached.req_ids, cached.num_computed_tokens
-    stats.set(prompt, local, external)
+    stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.set(prompt, local, external)
     client.add_request_async(sent)
 def options(llm: AsyncLLM):
     llm.engine_core, llm.model_config, llm.vllm_config
