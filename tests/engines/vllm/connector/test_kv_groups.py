@@ -19,6 +19,7 @@ import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroupSpec,
     SlidingWindowSpec,
 )
 
@@ -265,7 +266,7 @@ def spec(kind: Any, block_size: int = 16, **more: Any) -> Any:
 
 
 def config(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs])
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["layer"], one) for one in specs])
 
 
 FULL, WIDE = spec(FullAttentionSpec), spec(SlidingWindowSpec, sliding_window=64)
