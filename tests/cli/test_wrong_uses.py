@@ -104,7 +104,7 @@ WRONG = {
         "engine=vllm",
     ): "--set engine: this command has an option of its own for it, an argument, or no choice",
     ("eval", "--set", "engine=vllm"): "--set engine: this command has an option of its own",
-    ("tune", TOY, "--bar", "score=0"): "bar 'score=0' must be score or fidelity",
+    ("tune", TOY, "--bar", "score=0"): "bar 'score=0' must be recovered or fidelity",
     ("eval", "--dataset", "{nothing}"): "cannot be read",
     ("eval", "--resume", "{file}"): "line 1 is not a result of this evaluation",
     # engines

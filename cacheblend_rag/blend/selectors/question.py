@@ -31,10 +31,10 @@ class Question(Selector):
     """Indices of the layers whose attention counts, in place of ``span``."""
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
-    closing: Count = 8
+    closing: Count = 0
     """So many of the prompt's last tokens ask once more, together as much as the whole question:
     where the answer begins, attention goes to what it needs."""
-    reach: Count = 3
+    reach: Count = 0
     """A token's score is the mean over so many tokens on each side: facts are phrases."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
@@ -52,5 +52,7 @@ class Question(Selector):
 
     def score(self, evidence: Evidence) -> Tensor:
         attention = given(evidence.question_attention, "question_attention")
+        if not attention.numel():
+            return attention
         width = 2 * self.reach + 1
         return avg_pool1d(attention[None], width, 1, self.reach, count_include_pad=False)[0]
