@@ -13,10 +13,10 @@ from cacheblend_rag.settings.base import Positive
 
 
 class Beginnings(Question):
-    """The question's attention, the more the nearer a token is to its chunk's beginning."""
+    """The question's attention, weighted by how near a token is to the beginning of its chunk."""
 
     halved_after: Positive = 32
-    """So many tokens further on, the same attention scores half."""
+    """Number of tokens after which the weight is half."""
 
     def score(self, evidence: Evidence) -> Tensor:
         """Return (tokens,) float32 scores; the highest are recomputed."""

@@ -199,7 +199,7 @@ class _Request:
         config = self.config.with_ratio(ratio)
         if config.selector not in CHOOSES_NOTHING:
             return config
-        return config.with_changes(selector=BlendConfig().selector, selector_options={})
+        return config.with_selector(BlendConfig().selector)
 
     def _trial(self, config: BlendConfig, answer: tuple[int, ...]) -> Trial:
         traced = config.with_changes(trace=True, cost_model=False, reuse_prefix=False)

@@ -128,7 +128,6 @@ class PromptPass:
         self._began = time.perf_counter()
         self._own_began = 0.0 if controller is None else controller.clock()
         self._work = 0.0
-        self._early_kv_bytes = 0
         self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | PrefillReport]:
@@ -264,9 +263,15 @@ class PromptPass:
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
             prefix_tokens=to.held_tokens + blocks,
-            early_kv_bytes=self._early_kv_bytes,
+            early_kv_bytes=self._probed_bytes(schedule),
             load_by_tier=self.watch.load_by_tier,
         )
+
+    def _probed_bytes(self, schedule: Schedule) -> int:
+        """Return the bytes of chunk KV in the layers that the question's probe runs through."""
+        geometry, tokens = self.stack.geometry, sum(one.placed.tokens for one in self._loader.used)
+        layers = geometry.layers
+        return FusedKV.bytes_for(geometry, tokens) * schedule.probed(layers) // layers
 
     def _load(self, layer: int) -> Steps[None]:
         """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
@@ -314,7 +319,7 @@ class PromptPass:
             is_exact = all(chunk.placed.is_exact for chunk in self._chunks)
             return REUSE_ONLY, "none", ALL_EXACT if is_exact else CONTEXT_KEPT
         if schedule.selector.needs_prior and not has_prior:
-            fallback = self.config.with_changes(selector="chunk_head", selector_options={})
+            fallback = self.config.with_selector("chunk_head")
             planned = plan_schedule(fallback, self.stack.geometry.layers)
             why = Reason(ReasonCode.NO_PRIOR, f"no prior stored for {name}")
             return planned, fallback.selector, why
@@ -335,9 +340,6 @@ class PromptPass:
             graphed=self.destination.graphed,
         )
         self._work += work
-        geometry, tokens = self.stack.geometry, sum(one.placed.tokens for one in self._loader.used)
-        observed = question.observed(geometry.layers)[-1] + 1
-        self._early_kv_bytes = FusedKV.bytes_for(geometry, tokens) * observed // geometry.layers
         if not self._loader.fused.keeps_layers:
             self._loader.rewind()
         return attention

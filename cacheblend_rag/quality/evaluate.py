@@ -11,8 +11,6 @@ from operator import sub, truediv
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
-
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
@@ -29,7 +27,7 @@ from cacheblend_rag.quality.measure import (
     Rule,
     measure,
 )
-from cacheblend_rag.quality.scores import Figure, figure
+from cacheblend_rag.quality.scores import Figure, figure, recovered
 from cacheblend_rag.settings import VLLM, BlendConfig, EngineConfig, LeadInKind
 
 CPU_KV_SPACE, CPU_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
@@ -41,12 +39,7 @@ def rule_of(selector: str, ratio: float, base: BlendConfig, lead_in: LeadInKind)
 
     base: what its settings are laid over; its options of a selector are those of this one only.
     """
-    config = base.with_changes(
-        selector=selector,
-        recompute_ratio=ratio,
-        selector_options=base.selector_options if selector == base.selector else {},
-        **BLEND_ALWAYS,
-    )
+    config = base.with_selector(selector).with_changes(recompute_ratio=ratio, **BLEND_ALWAYS)
     name = "reuse" if selector == "none" else f"{selector}={ratio:g}"
     return Rule(f"{lead_in} {name}", config, lead_in)
 
@@ -214,7 +207,10 @@ def _row(
     found: Sequence[Record],
     beside: tuple[Sequence[Record], ...],
 ) -> Row:
-    """Return a rule's figures, by those of full prefill, no passages and plain reuse beside it."""
+    """Return the figures of one rule.
+
+    beside: the records of full prefill, of no passages and of plain reuse, on the same questions.
+    """
     full, bare, reused = beside
     chunk_tokens = sum(one.chunk_tokens for one in found)
     fresh = sum(one.fresh_tokens for one in found)
@@ -248,9 +244,9 @@ def _row(
         same_answer=figure(_itself, *_compared("same_answer", found)),
         gold_logprob=figure(_itself, *_compared("gold_logprob", found)),
         gold_logprob_change=figure(sub, *_compared("gold_logprob", found, full)),
-        recovered_f1=figure(_recovered, *([one.f1 for one in each] for each in compared)),
-        recovered_holds=figure(_recovered, *([one.holds for one in each] for each in compared)),
-        recovered_logprob=figure(_recovered, *_compared("gold_logprob", *compared)),
+        recovered_f1=figure(recovered, *([one.f1 for one in each] for each in compared)),
+        recovered_holds=figure(recovered, *([one.holds for one in each] for each in compared)),
+        recovered_logprob=figure(recovered, *_compared("gold_logprob", *compared)),
         recovered_kl=figure(lambda own, lost: 1 - own / lost, *_compared("kl", found, reused)),
         not_blended=Counter(one.not_blended for one in found if one.not_blended) or None,
     )
@@ -258,11 +254,6 @@ def _row(
 
 def _itself(mean: float) -> float:
     return mean
-
-
-def _recovered(own: Any, bare: Any, full: Any) -> Any:
-    """Return the share of what passages bring; NaN or infinity where they bring nothing."""
-    return (own - bare) / np.maximum(full - bare, 0.0)
 
 
 def _compared(name: str, *rules: Sequence[Record]) -> list[tuple[float, ...]]:

@@ -61,6 +61,14 @@ class Figure(NamedTuple):
         return "-".join(format(end, form) for end in self.interval or ())
 
 
+def recovered(own: Any, bare: Any, full: Any) -> Any:
+    """Return (own - bare) / (full - bare), of scores of a rule, without passages, of full prefill.
+
+    NaN or infinity where full prefill scores no higher than no passages do.
+    """
+    return (own - bare) / (full - bare).clip(min=0)
+
+
 def figure(of: Callable[..., Any], *columns: Sequence[float]) -> Figure:
     """Return a figure that is computed from means over prompts, such as their ratio.
 

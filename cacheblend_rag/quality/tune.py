@@ -41,7 +41,10 @@ class Bar:
 
     @classmethod
     def read(cls, text: str) -> Bar:
-        """Parse a bar such as ``recovered`` or ``fidelity=0.9``; raises ConfigError."""
+        """Return the bar that a text names, such as ``recovered`` or ``fidelity=0.9``.
+
+        Raises ConfigError for another kind, or a share that is not above 0 and at most 1.
+        """
         kind, _, least = text.partition("=")
         try:
             share = float(least or LEAST)

@@ -119,5 +119,4 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     from cacheblend_rag.blend import plan_schedule
     from cacheblend_rag.engines.model_files import text_config
 
-    hkvd = config.with_changes(selector="hkvd", selector_options={})
-    plan_schedule(hkvd, text_config(model).num_hidden_layers)
+    plan_schedule(config.with_selector("hkvd"), text_config(model).num_hidden_layers)

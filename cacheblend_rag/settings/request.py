@@ -80,6 +80,11 @@ class BlendConfig(Settings):
         """Return a copy with another ratio, which is that of every check layer."""
         return self.with_changes(recompute_ratio=recompute_ratio)
 
+    def with_selector(self, selector: str) -> Self:
+        """Return a copy with a selector; if it is another one, its options are its defaults."""
+        options = self.selector_options if selector == self.selector else {}
+        return self.with_changes(selector=selector, selector_options=options)
+
     @property
     def ratio(self) -> float:
         """The recompute ratio: the last check layer's."""

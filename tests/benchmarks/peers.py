@@ -47,9 +47,9 @@ from cacheblend_rag.quality.dataset import EvalQuestion, PromptFrame
 from cacheblend_rag.quality.fidelity import divergences
 from cacheblend_rag.quality.measure import ANSWER_TOKENS, ONE_TOKEN
 from cacheblend_rag.quality.questions import choose_questions
-from cacheblend_rag.quality.scores import figure, holds_answer, token_f1
+from cacheblend_rag.quality.scores import figure, holds_answer, recovered, token_f1
+from tests.readme import ROOT
 
-ROOT = Path(__file__).parents[2]
 KVBOOST = "kvboost==0.9.0"
 SCENARIOS, CLOCKS, SCORES = ("reordered", "prefix"), ("wall", "cpu"), ("f1", "holds", "logprob")
 Seconds = tuple[float, float]
@@ -236,9 +236,8 @@ def rows(records: Sequence[Record]) -> list[Record]:
         for name in CLOCKS:
             row[f"speedup_{name}"] = _figure(truediv, own, f"own_full_{name}", f"first_{name}")
         for name in SCORES:
-            columns = (f"{of}_{name}" for of in ("own", "full", "none"))
-            kept = _figure(lambda own, full, none: (own - none) / (full - none), answered, *columns)
-            row[f"recovered_{name}"] = kept
+            columns = (f"{of}_{name}" for of in ("own", "none", "full"))
+            row[f"recovered_{name}"] = _figure(recovered, answered, *columns)
         found.append(row)
     return found
 

@@ -32,10 +32,11 @@ class Question(Selector):
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
     closing: Count = 0
-    """So many of the prompt's last tokens ask once more, together as much as the whole question:
-    where the answer begins, attention goes to what it needs."""
+    """Number of last prompt tokens whose attention is added once more, with the total weight of the
+    whole question's. The answer begins there, so they attend to what it needs. 0 adds none."""
     reach: Count = 0
-    """A token's score is the mean over so many tokens on each side: facts are phrases."""
+    """Number of neighbours on each side with which a token's attention is averaged, since a fact is
+    a phrase and not a single token. 0 averages none."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the layers whose attention counts, of a model of ``layers`` layers; at least one.

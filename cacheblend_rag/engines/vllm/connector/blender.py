@@ -34,7 +34,8 @@ from cacheblend_rag.reason import Miss, Reason, ReasonCode
 logger = logging.getLogger(__name__)
 
 ROW_BLOCK = 768
-"""Most rows at once on a CPU, and the least on an accelerator."""
+"""Most rows that a layer computes at once on a CPU. On a GPU they are vLLM's
+max_num_batched_tokens; `limit_rows` may halve that, but never below this number."""
 DEVICE_ERRORS = (torch.AcceleratorError,)
 """Errors after which no operation on the device succeeds."""
 
@@ -243,9 +244,9 @@ class Blender:
 
 
 def limit_rows(stack: VLLMStack) -> None:
-    """Have a pass take fewer rows at once than vLLM has profiled, where memory is small.
+    """Halve the rows that a layer computes at once until a pass fits in half of the free memory.
 
-    At most half of what is free is for a pass: vLLM has not captured its graphs yet.
+    The other half is left for the CUDA graphs, which vLLM captures later. Not below ROW_BLOCK.
     """
     free = free_bytes(stack.geometry.device)
     tokens = stack.row_block

@@ -210,10 +210,10 @@ class Metadata:
         )
 
     def _build(self, layer: int, common: CommonAttentionMetadata) -> Any:
-        """Return the backend's metadata for a layer.
+        """Return the attention metadata that vLLM's builder makes for a layer.
 
-        Only what each builder has built last is kept, for whichever request: builders may return
-        views of one buffer, or keep a plan, which their next call overwrites.
+        Only a builder's latest metadata are reused, whichever request they were built for: a
+        builder may return views of one buffer, or keep a plan, and its next call overwrites both.
         """
         builder, latest = self._cache.builders[layer], self._cache.latest
         if id(builder) not in latest or latest[id(builder)][0] is not common:
