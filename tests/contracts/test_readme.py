@@ -49,11 +49,6 @@ class Newcomer:
         assert "nothing was reused" not in done.stderr
         return done.stdout
 
-    def follow(self, command: str) -> str:
-        """Run the README's one call of a command of ours."""
-        (words,) = [words for words in commands("cacheblend-rag") if words[1] == command]
-        return self.run(str(BIN / "cacheblend-rag"), *words[1:])
-
 
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Newcomer:
@@ -61,26 +56,20 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> 
     models = dict(zip(NAMES, (smollm2_folder, Path(get_model_path())), strict=True))
     environment = hub_cache.fill(tmp_path_factory.mktemp("hf-home"), models)
     made = Newcomer(tmp_path_factory.mktemp("newcomer"), environment)
-    made.follow("demo")
+    first, *_ = commands("cacheblend-rag")
+    made.run(str(BIN / first[0]), *first[1:])
     return made
 
 
-def test_the_first_commands_answer_from_an_index(newcomer: Newcomer) -> None:
-    passages = list((newcomer.folder / "passages").glob("*.txt"))
-    assert f"{len(passages)} documents" in newcomer.follow("index")
-    said = newcomer.follow("ask")
-    answers = said.partition("sources:")[0]
-    assert answers.count(ANSWER) == 2, "by blend, and by full prefill"
-    assert "passages: 4 reused" in said
-
-
 PROGRAMS = {
-    "README.md": "python",
     "docs/llama-index.md": "diff",
     "docs/langchain.md": "diff",
     "docs/engine.md": "python",
 }
-"""Pages with a program that answers the question, and what language its block is marked with."""
+"""Pages with a program that answers the question, and what language its block is marked with.
+
+README's program and its commands are run by tests/installed.
+"""
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
