@@ -246,6 +246,30 @@ def _figure(of: Callable[..., Any], records: Sequence[Record], *names: str) -> l
     return list(figure(of, *([one[name] for one in records] for name in names)))
 
 
+def table(found: dict[str, Record]) -> str:
+    """Return a file's figures as a table of Markdown: a row for each model and system."""
+    head = ("sooner", "KL", "F1 kept")
+    columns = [
+        "model",
+        "system",
+        *(f"{scenario}: {one}" for scenario, one in product(SCENARIOS, head)),
+    ]
+    lines = [[*columns, "KV kept"], ["---"] * (len(columns) + 1)]
+    for model, run in found.items():
+        for system in dict.fromkeys(row["system"] for row in run["rows"]):
+            own = [row for row in run["rows"] if row["system"] == system]
+            told = [text for row in own for text in _told(row)]
+            lines.append([model, system, *told, f"{own[0]['kept_bytes'] / 1e6:.0f} MB"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _told(row: Record) -> Iterator[str]:
+    (sooner, (least, most)), (kl, _) = row["speedup_cpu"], row["kl"]
+    yield f"{sooner:.1f}x ({least:.1f} to {most:.1f})"
+    yield f"{kl:.3f}"
+    yield f"{row['recovered_f1'][0]:.2f}"
+
+
 def install_kvboost() -> None:
     """Let kvboost be imported, with the torch and transformers of this interpreter."""
     folder = ROOT / "build" / KVBOOST
@@ -262,7 +286,7 @@ def main(
     questions: Annotated[int, typer.Option(min=1)] = 8,
     out: Path = Path("peers.json"),
 ) -> None:
-    """Write the figures of each system and scenario.
+    """Write the figures of each system and scenario, and print them.
 
     model, dataset: as `eval` takes them; of a file's settings, the first one. out: a JSON file of
     figures by model, where those of other models stay.
@@ -298,6 +322,7 @@ def main(
             "rows": rows(records),
         }
         out.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(found))
 
 
 if __name__ == "__main__":
