@@ -5,12 +5,13 @@
     {"format": "cacheblend-rag/eval", "version": 1, "name": str, "instruction": str,
      "questions": [{"question": str, "answers": [str, ...], "setting": str,
                     "documents": [{"id": str, "separator": str, "chunks": [str, ...]}, ...],
-                    "passages": [[document, chunk], ...], "gold": [[document, chunk], ...]}, ...]}
+                    "passages": [[document, chunk], ...], "gold": [[document, chunk], ...],
+                    "question_first": bool}, ...]}
 
 where ``passages`` names the retrieved chunks by index, in prompt order, and ``gold`` those that
 hold the answer. The whole documents beside the retrieved chunks allow the lead-in ``document``.
 ``setting`` is a label that results are grouped by; ``name``, ``instruction``, ``setting``,
-``separator`` and ``gold`` are optional.
+``separator``, ``gold`` and ``question_first`` are optional.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class EvalQuestion:
     answers: gold answers, at least one. passages: the retrieved chunks in prompt order.
     documents: the documents to index; every passage is a chunk of one. setting: a label.
     gold: the chunks that hold the answer, as far as the data tells; empty if it does not.
+    question_first: whether the question stands before the passages, as where tools return them.
     """
 
     question: str
@@ -47,6 +49,7 @@ class EvalQuestion:
     documents: tuple[Document, ...]
     setting: str = DEFAULT_SETTING
     gold: tuple[Chunk, ...] = ()
+    question_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,11 @@ class PromptFrame:
         """Return opening, passages and question as explicit segments; bare: without passages."""
         passages = () if bare else question.passages
         between = [part for passage in passages for part in (passage, SEPARATOR)]
-        parts = (self.opening, *between, f"Question: {question.question}{self.closing}")
+        asked = f"Question: {question.question}"
+        if question.question_first:
+            parts = (self.opening, f"{asked}{SEPARATOR}", *between, self.closing.lstrip("\n"))
+        else:
+            parts = (self.opening, *between, f"{asked}{self.closing}")
         prompt = BlendPrompt.of(*(part for part in parts if part != ""))
         return replace(prompt, is_rendered=self.is_rendered)
 
@@ -141,4 +148,5 @@ def _question_to_json(question: EvalQuestion) -> dict[str, Any]:
         ],
         "passages": [places[passage] for passage in question.passages],
         **({"gold": [places[chunk] for chunk in question.gold]} if question.gold else {}),
+        **({"question_first": True} if question.question_first else {}),
     }

@@ -132,6 +132,7 @@ class _Question(_Form):
     documents: Annotated[list[_Document], Field(min_length=1)]
     passages: Annotated[list[Place], Field(min_length=1)]
     gold: list[Place] = []
+    question_first: bool = False
     setting: Text = DEFAULT_SETTING
 
     @model_validator(mode="after")
@@ -152,7 +153,9 @@ class _Question(_Form):
             for places in (self.passages, self.gold)
         )
         answers = tuple(self.answers)
-        return EvalQuestion(self.question, answers, passages, documents, self.setting, gold)
+        return EvalQuestion(
+            self.question, answers, passages, documents, self.setting, gold, self.question_first
+        )
 
 
 class _Questions(_Form):

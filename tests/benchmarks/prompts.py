@@ -9,9 +9,11 @@
 - ``tracking``: the value of a variable that has another one's value (RULER's variable tracking);
 - ``referring``: invented documents that refer to each other, see tests/benchmarks/referring.py.
 
-Each question stands there in up to three settings over the same documents: ``adjacent`` has all
+Each question stands there in up to four settings over the same documents: ``adjacent`` has all
 chunks in order, ``shuffled`` in random order, ``fragments`` in order some of each document: those
 that the answer needs, and its first one, which tells what it is about, only if it is one of them.
+``question-first`` is ``adjacent`` with the question before the passages, as where a tool returns
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from cacheblend_rag.quality.scores import holds_answer
 from cacheblend_rag.text.chunk import Document
 from tests.benchmarks.referring import TITLES, referring_documents
 
-ADJACENT, FRAGMENTS, SHUFFLED = SETTINGS = ("adjacent", "fragments", "shuffled")
+SETTINGS = ("adjacent", "fragments", "question-first", "shuffled")
+ADJACENT, FRAGMENTS, FIRST, SHUFFLED = SETTINGS
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+(?=[^a-z\s])|\n\s*\n")
 LOWER_CASE_END = re.compile(r"(?<=[^\s.]{3}[.!?])\s+|\n\s*\n")  # of text without capitals
 DATE = r"\d{1,2} [A-Za-z]+ \d{4}|[A-Za-z]+ \d{1,2}, \d{4}"
@@ -76,11 +79,18 @@ class Draft:
         passages = {
             ADJACENT: whole,
             FRAGMENTS: tuple(chunk for chunk in whole if chunk in kept),
+            FIRST: whole,
             SHUFFLED: tuple(rng.sample(whole, len(whole))),
         }
-        for setting in SETTINGS[:2] if self.is_referring else SETTINGS:
+        for setting in SETTINGS[:3] if self.is_referring else SETTINGS:
             yield EvalQuestion(
-                self.question, self.answers, passages[setting], documents, setting, gold
+                self.question,
+                self.answers,
+                passages[setting],
+                documents,
+                setting,
+                gold,
+                question_first=setting == FIRST,
             )
 
 

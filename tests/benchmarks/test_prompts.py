@@ -27,7 +27,9 @@ def check(data: EvalDataset) -> None:
     for setting in data.settings[1:]:
         for one, other in zip(*map(data.of_setting, ("adjacent", setting)), strict=True):
             chunks = [chunk for document in one.documents for chunk in document.to_chunks()]
-            assert list(one.passages) == chunks != list(other.passages)
+            assert list(one.passages) == chunks
+            assert (list(other.passages) == chunks) == other.question_first
+            assert other.question_first == (setting == "question-first")
             assert one.documents == other.documents
             kept = [chunk for chunk in chunks if chunk in other.passages]
             if setting == "shuffled":
@@ -45,7 +47,8 @@ def test_prompts_of_a_kind_hold_their_answers_and_are_the_same_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     data = made(tmp_path, kind, questions=4)
-    settings = ("adjacent", "fragments", "shuffled")[: 2 if kind == "referring" else 3]
+    settings = ("adjacent", "fragments", "question-first", "shuffled")
+    settings = settings[: 3 if kind == "referring" else 4]
     assert data.settings == settings
     told = json.loads(capsys.readouterr().out)
     assert [told[one][0] for one in settings] == [4] * len(settings)

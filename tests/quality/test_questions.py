@@ -84,7 +84,7 @@ def test_passages_become_documents_of_their_own(write):
 def test_saved_dataset_comes_back_equal(tmp_path, write):
     (loaded,) = load_dataset(write(own())).questions
     assert (loaded.setting, loaded.documents) == ("retrieved", (Document("a", ("One.",), "\n\n"),))
-    marked = replace(question("adjacent"), gold=(FIRST.to_chunks()[2],))
+    marked = replace(question("adjacent"), gold=(FIRST.to_chunks()[2],), question_first=True)
     data = EvalDataset("mine", (marked, question("shuffled")), "Do it, Zoë.")
     data.save(tmp_path / "mine.json")
     assert load_dataset(tmp_path / "mine.json") == data
@@ -204,3 +204,6 @@ def test_prompts_are_those_of_ask(tokenizer):
     rendered = bool(getattr(tokenizer, "chat_template", None))
     assert (frame.opening, prompt.is_rendered) == (ask.lead_in, rendered)
     assert [s.chunk for s in prompt.segments if s.chunk] == list(asked.passages)
+    before = frame.prompt(replace(asked, question_first=True)).text
+    assert sorted(before.split()) == sorted(prompt.text.split())
+    assert before.index("Which?") < before.index(texts[0]) < before.index("Answer:")

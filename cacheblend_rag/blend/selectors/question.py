@@ -31,10 +31,10 @@ class Question(Selector):
     """Indices of the layers whose attention counts, in place of ``span``."""
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
-    closing: Count = 0
+    closing: Count = 8
     """Number of last prompt tokens whose attention is added once more, with the total weight of the
     whole question's. The answer begins there, so they attend to what it needs. 0 adds none."""
-    reach: Count = 0
+    reach: Count = 1
     """Number of neighbours on each side with which a token's attention is averaged, since a fact is
     a phrase and not a single token. 0 averages none."""
 

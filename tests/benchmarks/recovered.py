@@ -1,0 +1,129 @@
+"""Draws the quality page's picture and prints its table, from docs/figures/recovered.
+
+``python -m tests.benchmarks.recovered`` writes ``docs/figures/recovered.svg`` and prints the table.
+A file there is what ``cacheblend-rag eval --json`` printed for one model and one kind of prompts.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+CHART = FIGURES / "recovered.svg"
+Row = dict[str, Any]
+REUSE, HKVD, DEFAULT = "reuse after the document", "hkvd, 15 %", "default"
+RULES = {
+    "reuse after the instruction": ("#c0504d", "o", ("instruction", "none", 0.0)),
+    REUSE: ("#e2a76f", "o", ("document", "none", 0.0)),
+    "random tokens, 8 %": ("#9aa0a6", "X", ("document", "random", 0.08)),
+    HKVD: ("#4878a8", "s", ("document", "hkvd", 0.15)),
+    DEFAULT: ("#188038", "D", DEFAULT),
+}
+"""How a rule is named, drawn and found."""
+HEAD = (
+    "| model | prompts | setting | compute | KL | same | log-probability | F1 "
+    "| `hkvd` 0.15: compute, KL | reuse: KL | full prefill right |"
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model's figures for the prompts of one setting; rules: by name, those in RULES."""
+
+    model: str
+    prompts: str
+    setting: str
+    full: Row
+    rules: dict[str, Row]
+
+
+def cells(figures: Path = FIGURES) -> Iterator[Cell]:
+    """Yield the cells of all files, by the files' names."""
+    for file in sorted((figures / "recovered").glob("*.json")):
+        run = json.loads(file.read_text())
+        kind, _, tokens = run["dataset"].rpartition("-")
+        for setting, number in run["prompts"].items():
+            rows = [row for row in run["rows"] if row["setting"] == setting]
+            named = {(row["lead_in"], row["selector"], row["ratio"]): row for row in rows}
+            (named[DEFAULT],) = [row for row in rows if row["default"]]
+            found = {name: named[key] for name, (_, _, key) in RULES.items()}
+            prompts = f"{number} {kind}, {int(tokens):,} tokens"
+            yield Cell(run["model"], prompts, setting, named["none", "full", 1.0], found)
+
+
+def table(figures: Path = FIGURES) -> str:
+    """Return the page's table, a line for each cell."""
+    lines = [HEAD, "| --- " * (HEAD.count("|") - 1) + "|"]
+    for cell in cells(figures):
+        own, hkvd = cell.rules[DEFAULT], cell.rules[HKVD]
+        columns = [
+            cell.model,
+            cell.prompts,
+            cell.setting,
+            f"{own['compute_share']:.1%}".replace("%", " %"),
+            f"**{own['kl']:.3f}**{_interval(own, 'kl', 3)}",
+            f"{own['same_answer']:.0%}".replace("%", " %"),
+            f"{own['recovered_logprob']:.2f}{_interval(own, 'recovered_logprob', 2)}",
+            f"{own['recovered_f1']:.2f}",
+            f"{hkvd['compute_share']:.1%}, {hkvd['kl']:.3f}".replace("%", " %"),
+            f"{cell.rules[REUSE]['kl']:.3f}",
+            f"{cell.full['holds_answer']:.0%}".replace("%", " %"),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def _interval(row: Row, name: str, digits: int) -> str:
+    least, most = row[f"{name}_ci95"]
+    return f" ({least:.{digits}f} to {most:.{digits}f})"
+
+
+def chart(figures: Path = FIGURES) -> str:
+    """Return the picture as SVG: a panel for each cell, compute against divergence."""
+    found = list(cells(figures))
+    across = min(4, len(found))
+    down = -(-len(found) // across)
+    with mpl.rc_context({"svg.hashsalt": "cacheblend-rag", "font.size": 9}):
+        figure = Figure(figsize=(2.5 * across, 2.3 * down + 0.4), layout="constrained")
+        panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+        for axes, cell in zip(panels, found, strict=False):
+            _draw(axes, cell)
+        panels[0].set_ylim(bottom=0)
+        for axes in panels[len(found) :]:
+            axes.remove()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(RULES), frameon=False)
+        figure.supylabel("KL divergence from full prefill, nats per token", fontsize=9)
+        figure.supxlabel("work, as a share of full prefill's", fontsize=9)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n"
+
+
+def _draw(axes: Axes, cell: Cell) -> None:
+    for name, row in cell.rules.items():
+        colour, marker, _ = RULES[name]
+        size = 60 if name == DEFAULT else 36
+        axes.scatter(
+            row["compute_share"], row["kl"], size, colour, marker=marker, label=name, zorder=3
+        )
+    kind, tokens = cell.prompts.split(", ")
+    axes.set_title(f"{cell.model}, {kind}\n{tokens}, {cell.setting}", loc="left", fontsize=8)
+    axes.set_xlim(0, 0.25)
+    axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    CHART.write_text(chart())
+    print(table())
