@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -174,13 +175,15 @@ class ChunkLoader:
         chunk.tier, chunk.reason = found.tier, found.reason
         if head is None:
             return
-        if not self.stack.geometry.fits(head.shape, head.dtype, placed.stored_tokens):
+        if self.stack.geometry.fits(head.shape, head.dtype, placed.stored_tokens):
+            moved = placed.start - chunk.own.start - head.position
+            with suppress(IndexError):  # an object may tell a position that the model does not have
+                chunk.turn = self.stack.rotation(moved) if moved else None
+                chunk.head = head
+        if chunk.head is None:
             chunk.tier, chunk.reason = None, Miss.DAMAGED
             return
-        chunk.head = head
         chunk.prior = None if head.prior is None else head.prior[chunk.own]
-        if moved := placed.start - chunk.own.start - head.position:
-            chunk.turn = self.stack.rotation(moved)
 
     def _use(self, used: Sequence[bool]) -> None:
         """Use some of the chunks, the same on all ranks."""

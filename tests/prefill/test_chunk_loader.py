@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, Tier, codec
 from cacheblend_rag.prefill import prompt_pass
@@ -32,6 +34,22 @@ def slow_tier(names: str = "abc", **options: Any) -> SlowBytes:
     tier = SlowBytes(**options)
     tier.fill({NAMES[name].key: chunk_kv(FakeStack(), NAMES[name]) for name in names})
     return tier
+
+
+class Short(FakeStack):
+    """A model that has a table of angles, as vLLM's have."""
+
+    def rotation(self, offset: int) -> Rotation:
+        _ = range(1 << 20)[abs(offset)]
+        return super().rotation(offset)
+
+
+def test_a_position_that_the_model_does_not_have_is_damage() -> None:
+    tier = slow_tier("ac")
+    tier.fill({NAMES["b"].key: replace(chunk_kv(FakeStack(), NAMES["b"]), position=9_999_999_999)})
+    found = over([tier], stack=Short())
+    assert_same(found, expected("ac"))
+    assert found[0].chunks[1].reason_code == "damaged"
 
 
 def spans_of(data: bytearray, name: str) -> codec.Head:
