@@ -37,7 +37,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A model's figures for the prompts of one setting; rules: by name, those in RULES."""
+    """A model's figures for the prompts of one setting; rules: those in RULES."""
 
     model: str
     prompts: str
@@ -61,7 +61,7 @@ def cells(figures: Path = FIGURES) -> Iterator[Cell]:
 
 
 def table(figures: Path = FIGURES) -> str:
-    """Return the page's table, a line for each cell."""
+    """Return the page's table, a line for each cell; a dash if full prefill answers nothing."""
     lines = [HEAD, "| --- " * (HEAD.count("|") - 1) + "|"]
     for cell in cells(figures):
         own, hkvd = cell.rules[DEFAULT], cell.rules[HKVD]
@@ -70,10 +70,10 @@ def table(figures: Path = FIGURES) -> str:
             cell.prompts,
             cell.setting,
             f"{own['compute_share']:.1%}".replace("%", " %"),
-            f"**{own['kl']:.3f}**{_interval(own, 'kl', 3)}",
+            _told(own, "kl", 3),
             f"{own['same_answer']:.0%}".replace("%", " %"),
-            f"{own['recovered_logprob']:.2f}{_interval(own, 'recovered_logprob', 2)}",
-            f"{own['recovered_f1']:.2f}",
+            _told(own, "recovered_logprob", 2),
+            _told(own, "recovered_f1", 2).partition(" ")[0],
             f"{hkvd['compute_share']:.1%}, {hkvd['kl']:.3f}".replace("%", " %"),
             f"{cell.rules[REUSE]['kl']:.3f}",
             f"{cell.full['holds_answer']:.0%}".replace("%", " %"),
@@ -82,22 +82,23 @@ def table(figures: Path = FIGURES) -> str:
     return "\n".join(lines)
 
 
-def _interval(row: Row, name: str, digits: int) -> str:
-    least, most = row[f"{name}_ci95"]
-    return f" ({least:.{digits}f} to {most:.{digits}f})"
+def _told(row: Row, name: str, digits: int) -> str:
+    if row[name] is None:
+        return "-"
+    figure, least, most = (f"{one:.{digits}f}" for one in (row[name], *row[f"{name}_ci95"]))
+    return f"{figure} ({least} to {most})"
 
 
 def chart(figures: Path = FIGURES) -> str:
     """Return the picture as SVG: a panel for each cell, compute against divergence."""
     found = list(cells(figures))
-    across = min(4, len(found))
+    across = min(3, len(found))
     down = -(-len(found) // across)
     with mpl.rc_context({"svg.hashsalt": "cacheblend-rag", "font.size": 9}):
-        figure = Figure(figsize=(2.5 * across, 2.3 * down + 0.4), layout="constrained")
-        panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
+        figure = Figure(figsize=(2.9 * across, 2.3 * down + 0.4), layout="constrained")
+        panels = list(figure.subplots(down, across, squeeze=False).flat)
         for axes, cell in zip(panels, found, strict=False):
             _draw(axes, cell)
-        panels[0].set_ylim(bottom=0)
         for axes in panels[len(found) :]:
             axes.remove()
         handles, labels = panels[0].get_legend_handles_labels()
@@ -120,6 +121,7 @@ def _draw(axes: Axes, cell: Cell) -> None:
     axes.set_title(f"{cell.model}, {kind}\n{tokens}, {cell.setting}", loc="left", fontsize=8)
     axes.set_xlim(0, 0.25)
     axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0))
+    axes.set_ylim(0, 1.1 * max(row["kl"] for row in cell.rules.values()))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
