@@ -133,7 +133,7 @@ class DecoderStack(Protocol):
         """Return the rotation that moves the keys of all layers by ``offset`` positions.
 
         It leaves out the magnitude by which some rotary schemes (YaRN) scale keys: cached keys
-        are scaled already. Raises IndexError if the model has no such positions.
+        are scaled already. Raises IndexError if ``offset`` is outside the model's range.
         """
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

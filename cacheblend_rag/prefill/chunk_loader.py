@@ -177,7 +177,7 @@ class ChunkLoader:
             return
         if self.stack.geometry.fits(head.shape, head.dtype, placed.stored_tokens):
             moved = placed.start - chunk.own.start - head.position
-            with suppress(IndexError):  # an object may tell a position that the model does not have
+            with suppress(IndexError):  # the stored position may be outside the model's range
                 chunk.turn = self.stack.rotation(moved) if moved else None
                 chunk.head = head
         if chunk.head is None:

@@ -268,7 +268,7 @@ class PromptPass:
         )
 
     def _probed_bytes(self, schedule: Schedule) -> int:
-        """Return the bytes of chunk KV in the layers that the question's probe runs through."""
+        """Return the bytes of stored KV that the selector's probe reads before layer 0."""
         geometry, tokens = self.stack.geometry, sum(one.placed.tokens for one in self._loader.used)
         layers = geometry.layers
         return FusedKV.bytes_for(geometry, tokens) * schedule.probed(layers) // layers

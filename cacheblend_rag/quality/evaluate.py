@@ -207,7 +207,7 @@ def _row(
     found: Sequence[Record],
     beside: tuple[Sequence[Record], ...],
 ) -> Row:
-    """Return the figures of one rule.
+    """Return one rule's means and bootstrap intervals over its records.
 
     beside: the records of full prefill, of no passages and of plain reuse, on the same questions.
     """

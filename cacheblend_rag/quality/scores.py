@@ -62,9 +62,9 @@ class Figure(NamedTuple):
 
 
 def recovered(own: Any, bare: Any, full: Any) -> Any:
-    """Return (own - bare) / (full - bare), of scores of a rule, without passages, of full prefill.
+    """Return the share of the passages' benefit that a rule keeps: (own - bare) / (full - bare).
 
-    NaN or infinity where full prefill scores no higher than no passages do.
+    own, bare, full: scores of a rule, no passages, full prefill. Not finite if full <= bare.
     """
     return (own - bare) / (full - bare).clip(min=0)
 

@@ -41,7 +41,7 @@ class Bar:
 
     @classmethod
     def read(cls, text: str) -> Bar:
-        """Return the bar that a text names, such as ``recovered`` or ``fidelity=0.9``.
+        """Parse a quality bar, such as ``recovered`` or ``fidelity=0.9``.
 
         Raises ConfigError for another kind, or a share that is not above 0 and at most 1.
         """

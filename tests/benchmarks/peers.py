@@ -249,12 +249,8 @@ def _figure(of: Callable[..., Any], records: Sequence[Record], *names: str) -> l
 def table(found: dict[str, Record]) -> str:
     """Return a file's figures as a table of Markdown: a row for each model and system."""
     head = ("sooner", "KL", "F1 kept")
-    columns = [
-        "model",
-        "system",
-        *(f"{scenario}: {one}" for scenario, one in product(SCENARIOS, head)),
-    ]
-    lines = [[*columns, "KV kept"], ["---"] * (len(columns) + 1)]
+    columns = [f"{scenario}: {one}" for scenario, one in product(SCENARIOS, head)]
+    lines = [["model", "system", *columns, "KV kept"], ["---"] * (len(columns) + 3)]
     for model, run in found.items():
         for system in dict.fromkeys(row["system"] for row in run["rows"]):
             own = [row for row in run["rows"] if row["system"] == system]

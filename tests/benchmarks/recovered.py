@@ -6,7 +6,6 @@ A file there is what ``cacheblend-rag eval --json`` printed for one model and on
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+from tests.benchmarks.chart import FIGURES, as_svg
+
 CHART = FIGURES / "recovered.svg"
 Row = dict[str, Any]
 REUSE, HKVD, DEFAULT = "reuse after the document", "hkvd, 15 %", "default"
@@ -94,7 +94,7 @@ def chart(figures: Path = FIGURES) -> str:
     found = list(cells(figures))
     across = min(3, len(found))
     down = -(-len(found) // across)
-    with mpl.rc_context({"svg.hashsalt": "cacheblend-rag", "font.size": 9}):
+    with mpl.rc_context({"font.size": 9}):
         figure = Figure(figsize=(2.9 * across, 2.3 * down + 0.4), layout="constrained")
         panels = list(figure.subplots(down, across, squeeze=False).flat)
         for axes, cell in zip(panels, found, strict=False):
@@ -105,9 +105,7 @@ def chart(figures: Path = FIGURES) -> str:
         figure.legend(handles, labels, loc="outside upper center", ncols=len(RULES), frameon=False)
         figure.supylabel("KL divergence from full prefill, nats per token", fontsize=9)
         figure.supxlabel("work, as a share of full prefill's", fontsize=9)
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n"
+        return as_svg(figure)
 
 
 def _draw(axes: Axes, cell: Cell) -> None:

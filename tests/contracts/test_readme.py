@@ -62,13 +62,14 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> 
 
 
 PROGRAMS = {
+    "README.md": "python",
     "docs/llama-index.md": "diff",
     "docs/langchain.md": "diff",
     "docs/engine.md": "python",
 }
 """Pages with a program that answers the question, and what language its block is marked with.
 
-README's program and its commands are run by tests/installed.
+README's commands are run by tests/installed.
 """
 
 
@@ -78,10 +79,9 @@ def test_programs_run_as_they_stand_and_reuse_passages(newcomer: Newcomer, page:
     assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
     more = [block for block in blocks("python", ROOT / page) if block.startswith(CONTINUED)]
     out = newcomer.run(sys.executable, "-c", "\n".join([program, *more]))
-    assert ANSWER in out, program
-    shares = [int(reused) / int(tokens) for reused, tokens in REUSED.findall(out)]
-    assert len(shares) >= len(more)  # an agent answers right by full prefill alone
-    assert all(share > 0.4 for share in shares)
+    assert out.count(ANSWER) > len(more), program
+    for (reused, tokens), least in zip(REUSED.findall(out), (1 / 2, 1 / 3), strict=False):  # agents
+        assert int(reused) > int(tokens) * least
 
 
 def test_readme_is_short_and_begins_with_a_program_of_eight_lines() -> None:

@@ -32,11 +32,11 @@ class Question(Selector):
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
     closing: Count = 8
-    """Number of last prompt tokens whose attention is added once more, with the total weight of the
-    whole question's. The answer begins there, so they attend to what it needs. 0 adds none."""
+    """Number of the prompt's last tokens whose mean attention is added to the mean over the whole
+    question. The answer begins there, so they attend to what it needs. 0 adds none."""
     reach: Count = 1
-    """Number of neighbours on each side with which a token's attention is averaged, since a fact is
-    a phrase and not a single token. 0 averages none."""
+    """A token's score is the mean attention over the token itself and this many tokens on each
+    side, because facts span several tokens. 0 takes the token alone."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the layers whose attention counts, of a model of ``layers`` layers; at least one.

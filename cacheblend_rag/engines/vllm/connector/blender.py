@@ -244,7 +244,7 @@ class Blender:
 
 
 def limit_rows(stack: VLLMStack) -> None:
-    """Halve the rows that a layer computes at once until a pass fits in half of the free memory.
+    """Halve ``stack.row_block`` until a blend pass fits in half of the device's free memory.
 
     The other half is left for the CUDA graphs, which vLLM captures later. Not below ROW_BLOCK.
     """
