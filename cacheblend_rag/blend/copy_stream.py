@@ -129,10 +129,10 @@ class PinnedBuffer:
     until: Event | None = None
     held: Sequence[Tensor] = ()
 
-    def rows(self, row_bytes: int) -> int:
-        """Return how many more rows of so many bytes fit."""
-        room = self.host.numel() - self.table_bytes
-        return (room - _aligned(self.used, ALIGNMENT)) // row_bytes
+    def rows(self, row_bytes: int, beside: int = 0) -> int:
+        """Return how many more rows of so many bytes fit beside a tensor of ``beside`` bytes."""
+        room = self.host.numel() - self.table_bytes - _aligned(self.used, ALIGNMENT)
+        return max(0, room - _aligned(beside, ALIGNMENT)) // row_bytes
 
     def place(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return contiguous space for such a tensor, on the host and on the device."""

@@ -22,7 +22,8 @@ class LayerPart:
             return self, None
         first = replace(self, kv=self.kv.cut(0, tokens))
         rest = self.kv.cut(tokens, self.kv.tokens)
-        return first, replace(self, start=self.start + tokens, kv=rest)
+        turn = None if self.turn is None else self.turn.after(tokens)
+        return first, LayerPart(self.start + tokens, rest, turn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ families. A `Layout` says both; `find_layout` finds it by comparing the model's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -28,12 +28,14 @@ class Rotation:
     """The rotation that moves keys by one offset.
 
     cos, sin: (layers, pairs) float32; a layer without rotary has angles of 0. interleaved:
-    component 2i forms a pair with 2i + 1, otherwise i with i + pairs.
+    component 2i forms a pair with 2i + 1, otherwise i with i + pairs. first: None, or each token is
+    moved by its own number of such offsets, the first token by so many, the next by one more.
     """
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
+    first: int | None = None
 
     @classmethod
     def over_tables(
@@ -59,7 +61,24 @@ class Rotation:
     def of(self, layer: int) -> Rotation:
         """Return the rotation of one layer's keys."""
         here = slice(layer, layer + 1)
-        return Rotation(self.cos[here], self.sin[here], self.interleaved)
+        return replace(self, cos=self.cos[here], sin=self.sin[here])
+
+    def back(self) -> Rotation:
+        """Return its inverse."""
+        return replace(self, sin=-self.sin)
+
+    def after(self, tokens: int) -> Rotation:
+        """Return the rotation of the keys behind the first ``tokens``."""
+        return self if self.first is None else replace(self, first=self.first + tokens)
+
+    def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of so many tokens, each (layers, 1, 1 or tokens, pairs) float32."""
+        cos, sin = self.cos[:, None, None], self.sin[:, None, None]
+        if self.first is None:
+            return cos, sin
+        offsets = torch.arange(self.first, self.first + tokens, device=cos.device)
+        angles = torch.atan2(sin.double(), cos.double()) * offsets[:, None]
+        return angles.cos().float(), angles.sin().float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +178,7 @@ def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
     if pairs == 0:
         out.copy_(keys)
         return
-    cos, sin = by.cos[:, None, None], by.sin[:, None, None]
+    cos, sin = by.tables(keys.shape[-2])
     one, other = _places(pairs, interleaved=by.interleaved)
     first, second = keys[..., one].float(), keys[..., other].float()
     torch.addcmul(first * cos, second, sin, value=-1, out=out[..., one])

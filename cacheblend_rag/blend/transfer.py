@@ -23,6 +23,7 @@ from cacheblend_rag.blend.layer_part import LayerPart, WholePart
 from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 
 MOST_PARTS = 500
 """Most chunks that go through a buffer together: so many rows fit in its table."""
@@ -50,9 +51,10 @@ class Upload:
         self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._fused, self._layer = fused, layer
         self._todo = deque(parts)
+        can_be_placed = all(part.turn is None or part.turn.first is None for part in self._todo)
+        self._has_kernel = bool(buffers.table_bytes) and can_be_placed
         self._staging: deque[Future[None]] = deque()
         self._events: list[Event] = []
-        self._has_kernel = bool(buffers.table_bytes)
         self._copy_stream.follow(after)
         self._copy_stream.share(fused.keys, fused.values)
 
@@ -88,7 +90,7 @@ class Upload:
                 load.parts.append(part)
                 load.held += part.kv.tensors
                 continue
-            if not (rows := load.buffer.rows(part.kv.row_bytes)):
+            if not (rows := _rows_of(part.kv, load.buffer)):
                 return
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
@@ -163,6 +165,14 @@ class Upload:
             kernel.place_by_kernel(*into, table, launches, programs=programs)
 
         return launch
+
+
+def _rows_of(kv: ChunkKV, buffer: PinnedBuffer) -> int:
+    """Return how many of a chunk's tokens fit in a buffer, also once they are unpacked."""
+    numbers, *scales = kv.tensors
+    packed = numbers[..., 0, :].nbytes
+    beside = sum(tensor.nbytes for tensor in scales)
+    return min(buffer.rows(kv.row_bytes), buffer.rows(packed, beside))
 
 
 def _has_readable_layout(part: LayerPart) -> bool:

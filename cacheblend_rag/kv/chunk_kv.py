@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.kv.precision import are_finite, pack, unpack
+from cacheblend_rag.kv.precision import FORMATS, head_dim_of, precision_of
 from cacheblend_rag.settings import Precision, check_namespace
 
 FORMAT_VERSION = 3
@@ -128,13 +128,13 @@ class ChunkKV:
 
     Args:
         numbers: (layers, 2, kv_heads, tokens, head_dim), keys before values, on any device, each
-            layer contiguous. Keys are rotated at positions ``position .. position + tokens - 1``.
-            The model's own numbers, or with ``scales`` their codes (see kv/precision.py).
+            layer contiguous. Keys are rotated at positions ``position .. position + tokens - 1``,
+            but all at position 0 if the precision is ``int4``. The model's own numbers, or with
+            ``scales`` rows of their codes (see kv/precision.py).
         position: position of the first token when the KV was computed (the lead-in's length).
         prior: (tokens,) float32, how much each token's KV depends on the text before the chunk in
             its document; None for a chunk that stands alone.
-        scales: exponents of the codes' scales, (layers, 2 * kv_heads) int8, of keys before those of
-            values; None for the model's own numbers.
+        scales: of the codes, (layers, ...), see kv/precision.py; None for the model's own numbers.
         rounded_from: the type of the numbers that codes stand for; None for the model's own.
     """
 
@@ -176,8 +176,8 @@ class ChunkKV:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Of keys and of values: (layers, kv_heads, tokens, head_dim)."""
-        layers, _, kv_heads, tokens, head_dim = self.numbers.shape
-        return layers, kv_heads, tokens, head_dim
+        layers, _, kv_heads, tokens, row = self.numbers.shape
+        return layers, kv_heads, tokens, head_dim_of(self.precision, row)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,8 +186,8 @@ class ChunkKV:
 
     @property
     def precision(self) -> Precision:
-        """``native``, or ``fp8`` if numbers are codes."""
-        return "native" if self.scales is None else "fp8"
+        """``native``, unless numbers are codes."""
+        return precision_of(self.numbers.dtype)
 
     @property
     def tokens(self) -> int:
@@ -216,8 +216,9 @@ class ChunkKV:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per token in the model's type, which exceed those of codes and scales."""
-        return self.numbers[..., 0, :].numel() * self.dtype.itemsize
+        """Bytes per token in the model's type."""
+        layers, kv_heads, _, head_dim = self.shape
+        return 2 * layers * kv_heads * head_dim * self.dtype.itemsize
 
     def part(self, first: int, last: int) -> ChunkKV:
         """Return layers ``first`` to ``last - 1``, not copied."""
@@ -252,14 +253,18 @@ class ChunkKV:
         prior = None if self.prior is None else change(self.prior)
         return replace(self.moved([change(tensor) for tensor in self.tensors]), prior=prior)
 
-    def packed(self) -> ChunkKV:
-        """Return it quantized to FP8 codes; itself if it is.
+    def packed(self, precision: Precision = "fp8") -> ChunkKV:
+        """Return it quantized to codes; itself if it is, or for ``native``.
 
-        Rounding what was rounded before gives the same codes.
+        Args:
+            precision: of the codes. ``fp8`` gives the same codes for what was rounded before.
+
+        Raises:
+            ValueError: when a head's numbers cannot be packed, since they are odd.
         """
-        if self.scales is not None:
+        if self.scales is not None or precision == "native":
             return self
-        layers = [pack(numbers) for numbers in self.numbers]
+        layers = [FORMATS[precision].pack(numbers) for numbers in self.numbers]
         codes, scales = (torch.stack(parts) for parts in zip(*layers, strict=True))
         return replace(self, numbers=codes, scales=scales, rounded_from=self.numbers.dtype)
 
@@ -267,7 +272,7 @@ class ChunkKV:
         """Return it dequantized to the model's dtype; itself if it is not quantized."""
         if self.scales is None:
             return self
-        numbers = unpack(self.numbers, self.scales, self.dtype)
+        numbers = FORMATS[self.precision].unpack(self.numbers, self.scales, self.dtype)
         return ChunkKV(numbers, self.position, self.prior)
 
     def check_form(self) -> None:
@@ -278,7 +283,7 @@ class ChunkKV:
         """
         numbers, prior = self.numbers, self.prior
         is_shaped = numbers.dim() == 5 and numbers.shape[1] == 2 and 0 not in numbers.shape
-        if not is_shaped or not numbers.is_floating_point():
+        if not is_shaped or (self.scales is None and not numbers.is_floating_point()):
             raise ValueError(
                 f"numbers are {numbers.dtype} {tuple(numbers.shape)}, "
                 "want float (layers, 2, kv_heads, tokens, head_dim), none of them 0"
@@ -295,7 +300,7 @@ class ChunkKV:
         if self.prior is not None and not is_finite(self.prior):
             return False
         if self.scales is not None:
-            return are_finite(self.numbers, self.scales, self.dtype)
+            return FORMATS[self.precision].are_finite(self.numbers, self.scales, self.dtype)
         return all(map(is_finite, self.numbers))  # only a layer is sure to be contiguous
 
 

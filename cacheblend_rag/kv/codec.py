@@ -2,7 +2,8 @@
 
 Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is one,
 ``scales`` where numbers are stored as codes (kv/precision.py), then ``kv``: (layers, 2, kv_heads,
-tokens, head_dim), keys before values, so that a layer is one range of bytes. The header's metadata:
+tokens, row), keys before values, so that a layer is one range of bytes; a row has the head_dim
+numbers of a token and head, or their codes. The header's metadata:
 
 - ``format``, ``key``, ``position``: see FORMAT, KVKey, ChunkKV
 - ``dtype``, ``precision``: the model's type, and whether its numbers or codes are stored
@@ -31,7 +32,7 @@ from torch import Tensor
 from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, DIGITS, MAC_NAMES, VARIABLE, Mac
-from cacheblend_rag.kv.precision import CODES, are_written
+from cacheblend_rag.kv.precision import FORMATS, head_dim_of, precision_of
 from cacheblend_rag.settings import Precision
 
 FORMAT = f"cacheblend-rag/{FORMAT_VERSION}"
@@ -45,14 +46,15 @@ _PREFIX_BYTES = 8
 _ALIGNMENT = 64
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_STORED = {**_DTYPES, "F8_E4M3": CODES, "I8": torch.int8}
+_STORED = {**_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8}
+_NAMES_STORED = {dtype: name for name, dtype in _STORED.items()}
 _DIGEST = f"[0-9a-f]{{{DIGITS}}}"
 _METADATA = {
     "format": re.escape(FORMAT),
     "key": "[0-9a-f]{64}-[0-9a-f]{32}(-[0-9a-f]{32})?",
     "position": "0|[1-9][0-9]{0,9}",
     "dtype": "|".join(_DTYPES),
-    "precision": "native|fp8",
+    "precision": "|".join(("native", *FORMATS)),
     "mac": "|".join(MAC_NAMES),
     "written": r"[0-9]{1,12}\.[0-9]{6}",
     "layers": f"({_DIGEST})+",
@@ -70,13 +72,14 @@ Fields = dict[str, dict[str, Any]]
 class Head:
     """A stored chunk without its layers, checked; and the position of each layer in the object.
 
-    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). dtype, position, prior,
-    scales: see ChunkKV. start: where layer 0 begins in the object. digests: of each layer.
+    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). dtype, precision, position,
+    prior, scales: see ChunkKV. start: where layer 0 begins in the object. digests: of each layer.
     written_at: when the chunk was first stored, a Unix time, if the object is signed with a key.
     """
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
+    precision: Precision
     position: int
     prior: Tensor | None
     scales: Tensor | None
@@ -86,14 +89,9 @@ class Head:
     written_at: float | None
 
     @property
-    def precision(self) -> Precision:
-        """``native``, or ``fp8`` if numbers are codes."""
-        return "native" if self.scales is None else "fp8"
-
-    @property
     def layer_bytes(self) -> int:
         """Bytes of one layer, keys and values."""
-        return 2 * prod(self.shape[1:]) * self._stored.itemsize
+        return prod(self._layer) * self._stored.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +100,14 @@ class Head:
 
     @property
     def _stored(self) -> torch.dtype:
-        return self.dtype if self.scales is None else CODES
+        return self.dtype if self.scales is None else FORMATS[self.precision].codes
+
+    @property
+    def _layer(self) -> tuple[int, int, int, int]:
+        """The shape of a layer's numbers or codes."""
+        _, kv_heads, tokens, row = self.shape
+        row = row if self.scales is None else FORMATS[self.precision].row(row)
+        return 2, kv_heads, tokens, row
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
@@ -129,8 +134,7 @@ class Head:
         return found
 
     def _layers(self, first: int, last: int, raw: Tensor) -> ChunkKV:
-        _, *each = self.shape
-        numbers = raw.view(self._stored).view(last - first, 2, *each)
+        numbers = raw.view(self._stored).view(last - first, *self._layer)
         if self.scales is None:
             return ChunkKV(numbers, self.position, self.prior)
         return ChunkKV(numbers, self.position, self.prior, self.scales[first:last], self.dtype)
@@ -233,12 +237,13 @@ def read_head(
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
     if prior is not None and not prior.isfinite().all():
         raise DamagedChunkError(NOT_FINITE)
-    if scales is not None and not are_written(scales):
+    precision, (layers, _, kv_heads, tokens, row) = metadata["precision"], fields["kv"]["shape"]
+    if scales is not None and not FORMATS[precision].are_written(scales):
         raise DamagedChunkError("scales are out of the range that this version writes")
-    layers, _, kv_heads, tokens, head_dim = fields["kv"]["shape"]
     return Head(
-        shape=(layers, kv_heads, tokens, head_dim),
+        shape=(layers, kv_heads, tokens, head_dim_of(precision, row)),
         dtype=_DTYPES[metadata["dtype"]],
+        precision=precision_of(_STORED[fields["kv"]["dtype"]]),
         position=int(metadata["position"]),
         prior=prior,
         scales=scales,
@@ -302,8 +307,9 @@ def _checked_fields(
 ) -> Fields:
     """Return the entries that a writer makes for this metadata and shape; others are refused."""
     match fields.get("kv"):
-        case {"shape": [layers, 2, _, _, _] as shape} if all(
-            type(size) is int and size > 0 for size in shape
+        case {"shape": [layers, 2, _, _, row] as shape} if (
+            all(type(size) is int and size > 0 for size in shape)
+            and head_dim_of(metadata["precision"], row) > 0
         ):
             wanted = _fields_of(metadata, shape, fields)
         case _:
@@ -323,13 +329,14 @@ def _fields_of(metadata: Mapping[str, str], shape: Sequence[int], names: Contain
 
     shape: of ``kv``. names: has ``prior`` if there is one.
     """
-    layers, _, kv_heads, tokens, _ = shape
+    layers, _, kv_heads, tokens, row = shape
     tensors: dict[str, tuple[str, list[int]]] = {}
     if "prior" in names:
         tensors["prior"] = "F32", [tokens]
-    if metadata["precision"] == "fp8":
-        tensors["scales"] = "I8", [layers, 2 * kv_heads]
-    tensors["kv"] = "F8_E4M3" if "scales" in tensors else metadata["dtype"], list(shape)
+    if packs := FORMATS.get(metadata["precision"]):
+        scales = packs.scales_shape(kv_heads, packs.head_dim(row))
+        tensors["scales"] = _NAMES_STORED[packs.scales], [layers, *scales]
+    tensors["kv"] = _NAMES_STORED[packs.codes] if packs else metadata["dtype"], list(shape)
     start, fields = 0, Fields()
     for name, (dtype, own) in tensors.items():
         end = start + prod(own) * _STORED[dtype].itemsize

@@ -1,85 +1,183 @@
-"""Packs chunk KV into 8-bit numbers (fp8: e4m3), rounded once when it is stored.
+"""Packs chunk KV into numbers of 8 bits (fp8: e4m3) or 4 (int4), rounded once when it is stored.
 
-Each head has a scale, separate for keys and values. All scales are powers of two. So rounded
-numbers are exact in the model's own type, and rounding them again changes nothing: a chunk has the
-same numbers in every tier, however often it was moved.
+``FORMATS`` has an object for each, with the same methods.
+
+fp8: each head has a scale, separate for keys and values. All scales are powers of two. So rounded
+numbers are exact in the model's own type, and rounding them again changes nothing.
+
+int4: KIVI (arXiv 2402.02750) rounds keys by channel and values by token. Here both are brought to
+one range by channel, then each token's numbers of a head are rounded to steps of their own, so that
+a row of codes is read without others. Keys are to be packed as they are at position 0: a bias is a
+constant of its channel there, and turns with the positions otherwise.
+
+A chunk stays packed wherever it is kept: it has the same numbers in every tier.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-CODES = torch.float8_e4m3fn
-_LARGEST = 448.0
-_NAN = 0x7F
-_LEAST_EXPONENT, _MOST_EXPONENT = -120, 126
-_HEADROOM = 15 / 16
-"""Share of a dtype's largest number at which values are clamped, since rounding up overflows."""
+from cacheblend_rag.settings import Precision
 
 
-def pack(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes and exponents of one layer.
+class Fp8:
+    """One byte a number; the scales are exponents, (2 * kv_heads,) a layer.
 
-    Args:
+    codes, scales: the types of both.
+    """
+
+    codes, scales = torch.float8_e4m3fn, torch.int8
+    _LARGEST, _NAN = 448.0, 0x7F
+    _LEAST_EXPONENT, _MOST_EXPONENT = -120, 126
+    _HEADROOM = 15 / 16
+    """Share of a dtype's largest number at which numbers are clamped: rounding up overflows."""
+
+    def row(self, head_dim: int) -> int:
+        """Return how many codes a token's keys or values of a head take."""
+        return head_dim
+
+    def head_dim(self, row: int) -> int:
+        """Return the numbers of a head, given what ``row`` returned."""
+        return row
+
+    def scales_shape(self, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Return the shape of one layer's scales."""
+        return (2 * kv_heads,)
+
+    def pack(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes, (2, kv_heads, tokens, row), and scales of one layer.
+
         numbers: (2, kv_heads, tokens, head_dim), keys before values.
+        """
+        most = torch.finfo(numbers.dtype).max * self._HEADROOM
+        kv = numbers.float().clamp(-most, most)
+        mantissa, exponents = torch.frexp(kv.abs().amax((-2, -1), keepdim=True) / self._LARGEST)
+        exponents = exponents - (mantissa == 0.5).int()
+        exponents = exponents.clamp(self._LEAST_EXPONENT, self._MOST_EXPONENT)
+        codes = (kv * _two_to_the(-exponents)).to(self.codes)
+        return codes, exponents.flatten().to(self.scales)
 
-    Returns:
-        Codes, of the same shape, and the exponents of their scales, (2 * kv_heads,) int8.
+    def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of what ``pack`` returned, of one layer or several in one tensor."""
+        # Exact whatever it is computed in, but that float16 has no scale so small.
+        working = torch.float32 if dtype == torch.float16 else dtype
+        by_head = _two_to_the(self._by_head(codes, scales)).to(working)
+        return _of_e4m3(codes).to(working).mul_(by_head).to(dtype)
+
+    def are_finite(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
+        """Whether codes, of any layers, decode to finite numbers of a dtype.
+
+        Raises nothing, whatever bytes they are; scales are to be ``are_written`` ones.
+        """
+        magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)  # without signs: in the same order
+        if int(magnitudes.amax()) == self._NAN:
+            return False
+        most = torch.finfo(dtype).max
+        if math.ldexp(self._LARGEST, int(scales.max())) <= most:
+            return True
+        extremes = magnitudes.amax((-2, -1), keepdim=True).view(self.codes).double()
+        return not bool((torch.ldexp(extremes, self._by_head(codes, scales).int()) > most).any())
+
+    def are_written(self, scales: Tensor) -> bool:
+        """Whether scales are in the range that ``pack`` returns."""
+        least, most = torch.aminmax(scales)
+        return int(least) >= self._LEAST_EXPONENT and int(most) <= self._MOST_EXPONENT
+
+    def _by_head(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return exponents, not copied, in a shape that broadcasts with their codes."""
+        return scales.view(*codes.shape[:-2], 1, 1)
+
+
+class Int4:
+    """Half a byte a number, and 4 bytes a row; methods as those of Fp8.
+
+    A byte has a key's number in its high 5 bits, and the value's of the same channel in the other
+    3: attention is more sensitive to errors of keys. The first half of these bytes is in the rows
+    of keys, the second in those of values. A row's last bytes are two bfloat16: the least of a
+    token's keys or values of a head, and their step. The scales, (2 * kv_heads, 2, head_dim) a
+    layer, are each channel's median and mean deviation from it, with which steps become numbers.
     """
-    most = torch.finfo(numbers.dtype).max * _HEADROOM
-    kv = numbers.float().clamp(-most, most)
-    exponents = _exponents(kv)
-    return (kv * _scales_of(-exponents)).to(CODES), exponents.flatten().to(torch.int8)
+
+    codes, scales = torch.uint8, torch.bfloat16
+    _TAIL, _VALUE_BITS = 4, 3
+    _TOPS = 31, 7
+    _LEAST, _MOST = 2.0**-60, 2.0**60
+    """Range of scales in which no product of theirs overflows."""
+
+    def row(self, head_dim: int) -> int:
+        return head_dim // 2 + self._TAIL
+
+    def head_dim(self, row: int) -> int:
+        return 2 * (row - self._TAIL)
+
+    def scales_shape(self, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return 2 * kv_heads, 2, head_dim
+
+    def pack(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        if numbers.shape[-1] % 2:
+            raise ValueError(f"head_dim={numbers.shape[-1]} must be even for precision='int4'")
+        kv = numbers.float().clamp(-self._MOST / 32, self._MOST / 32)
+        # One outlying token, such as an attention sink, must not move the scale of all others.
+        middle = kv.median(-2, keepdim=True).values.to(self.scales)
+        deviation = (kv - middle).abs().mean(-2, keepdim=True)
+        deviation = deviation.clamp(min=self._LEAST).to(self.scales)
+        kv = (kv - middle) / deviation
+        least, most = kv.aminmax(dim=-1, keepdim=True)
+        least = least.to(self.scales)
+        tops = torch.tensor(self._TOPS, device=kv.device).view(2, 1, 1, 1)
+        step = ((most - least) / tops).clamp(min=self._LEAST).to(self.scales)
+        steps = ((kv - least) / step).round().clamp(min=0).minimum(tops)
+        keys, values = steps.to(torch.uint8)
+        halves = torch.stack((keys << self._VALUE_BITS | values).chunk(2, -1))
+        tail = torch.cat((least, step), -1).view(torch.uint8)
+        scales = torch.cat((middle, deviation), -2).flatten(0, 1)
+        return torch.cat((halves, tail), -1), scales
+
+    def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        halves, least, step = self._parts(codes)
+        both = torch.cat(halves.unbind(-4), -1)
+        steps = torch.stack((both >> self._VALUE_BITS, both & self._TOPS[1]), -4)
+        kv = steps.float().mul_(step).add_(least)
+        middle, deviation = scales.view(*codes.shape[:-2], 2, 1, -1).float().unbind(-3)
+        most = torch.finfo(dtype).max
+        return kv.mul_(deviation).add_(middle).clamp_(-most, most).to(dtype)
+
+    def are_finite(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
+        return all(bool((part.abs() <= self._MOST).all()) for part in self._parts(codes)[1:])
+
+    def are_written(self, scales: Tensor) -> bool:
+        return bool((scales.abs() <= self._MOST).all())
+
+    def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bytes of codes, and the least numbers and steps, (..., tokens, 1)."""
+        tail = codes[..., -self._TAIL :].contiguous().view(self.scales)
+        return codes[..., : -self._TAIL], tail[..., :1], tail[..., 1:]
 
 
-def unpack(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of what ``pack`` returned, of one layer or of several in one tensor."""
-    # Exact whatever it is computed in, but that float16 has no scale so small.
-    working = torch.float32 if dtype == torch.float16 else dtype
-    scales = _scales_of(_by_head(codes, exponents)).to(working)
-    return _numbers(codes).to(working).mul_(scales).to(dtype)
+FORMATS: Mapping[str, Fp8 | Int4] = {"fp8": Fp8(), "int4": Int4()}
 
 
-def are_finite(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> bool:
-    """Whether codes, of any layers, decode to finite numbers of a dtype.
-
-    Raises nothing, whatever bytes they are; exponents are to be ``are_written`` ones.
-    """
-    magnitudes = _magnitudes(codes)
-    if int(magnitudes.amax()) == _NAN:
-        return False
-    most = torch.finfo(dtype).max
-    if math.ldexp(_LARGEST, int(exponents.max())) <= most:
-        return True
-    extremes = magnitudes.amax((-2, -1), keepdim=True).view(CODES).double()
-    return not bool((torch.ldexp(extremes, _by_head(codes, exponents).int()) > most).any())
+def precision_of(codes: torch.dtype) -> Precision:
+    """Return the precision of numbers or codes of this type."""
+    names: tuple[Precision, ...] = ("fp8", "int4")
+    return next((name for name in names if FORMATS[name].codes == codes), "native")
 
 
-def are_written(exponents: Tensor) -> bool:
-    """Whether exponents are in the range that ``pack`` returns."""
-    least, most = torch.aminmax(exponents)
-    return int(least) >= _LEAST_EXPONENT and int(most) <= _MOST_EXPONENT
+def head_dim_of(precision: str, row: int) -> int:
+    """Return the numbers of a row of numbers or codes; what is no row has less than one."""
+    return FORMATS[precision].head_dim(row) if precision in FORMATS else row
 
 
-def _by_head(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Return exponents, not copied, in a shape that broadcasts with their codes."""
-    return exponents.view(*codes.shape[:-2], 1, 1)
-
-
-def _magnitudes(codes: Tensor) -> Tensor:
-    """Return e4m3 numbers without signs, as bytes, which have the same order."""
-    return codes.view(torch.uint8).bitwise_and(0x7F)
-
-
-def _scales_of(exponents: Tensor) -> Tensor:
+def _two_to_the(exponents: Tensor) -> Tensor:
     """Return two to the power of exponents, float32: put together, not computed, so exact."""
     return exponents.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
 
 
-def _numbers(codes: Tensor) -> Tensor:
+def _of_e4m3(codes: Tensor) -> Tensor:
     """Return the numbers of codes without their scales, in a dtype that represents them exactly.
 
     On a CPU, PyTorch converts e4m3 one number after the other. Its exponent and mantissa are bits
@@ -96,11 +194,3 @@ def _numbers(codes: Tensor) -> Tensor:
         .view(torch.bfloat16)
         .mul_(2.0**120)
     )
-
-
-def _exponents(kv: Tensor) -> Tensor:
-    """Return the smallest exponents whose scales bring every number of a head into range."""
-    most = kv.abs().amax((-2, -1), keepdim=True) / _LARGEST
-    mantissa, exponent = torch.frexp(most)
-    exponent = exponent - (mantissa == 0.5).int()
-    return exponent.clamp(_LEAST_EXPONENT, _MOST_EXPONENT)

@@ -194,7 +194,7 @@ class TieredKVStore:
             keys: the chunks of one prompt.
             promote: as for get; a chunk is kept once all of its layers were read.
             unpack: whether layers are returned as numbers of the model's type; without it, those of
-                a chunk stored with one byte per number are returned as stored.
+                a packed chunk are returned as stored.
 
         Returns:
             The source of the layers; close it unless all are taken.
@@ -206,7 +206,8 @@ class TieredKVStore:
 
         Args:
             key: the name it is stored under.
-            kv: the chunk KV; its tensors must not be written to afterwards.
+            kv: the chunk KV; its tensors must not be written to afterwards. For ``int4``, with all
+                keys at position 0.
             in_memory: only in tiers that end with this process.
 
         Returns:
@@ -219,7 +220,7 @@ class TieredKVStore:
         kv.check_form()
         if not kv.is_finite():
             return PutResult(False, is_finite=False)
-        chunk = StoredChunk(kv.packed() if self.precision == "fp8" else kv, time.time())
+        chunk = StoredChunk(kv.packed(self.precision), time.time())
         self.reads.see([key])
         with self.locks.held(key), self.reads.changing(key):
             return PutResult.of_tiers(

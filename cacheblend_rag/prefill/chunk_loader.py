@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -63,7 +63,7 @@ class LoadedChunk:
     """A chunk that is copied to its place in a prompt.
 
     tier, reason: where it was found, or why it is a miss on this rank. is_used: whether all ranks
-    have it. turn: the rotation of its keys, None if they were computed at these positions. prior:
+    have it. turn: moves its keys from where they are stored, None if they need not move. prior:
     (tokens,) of its tokens in the prompt, None unless all ranks have it.
     """
 
@@ -176,14 +176,23 @@ class ChunkLoader:
         if head is None:
             return
         if self.stack.geometry.fits(head.shape, head.dtype, placed.stored_tokens):
-            moved = placed.start - chunk.own.start - head.position
             with suppress(IndexError):  # the stored position may be outside the model's range
-                chunk.turn = self.stack.rotation(moved) if moved else None
+                chunk.turn = self._turn(chunk, head)
                 chunk.head = head
         if chunk.head is None:
             chunk.tier, chunk.reason = None, Miss.DAMAGED
             return
         chunk.prior = None if head.prior is None else head.prior[chunk.own]
+
+    def _turn(self, chunk: LoadedChunk, head: ChunkReader) -> Rotation | None:
+        """Return the rotation from the stored positions to those of the prompt.
+
+        Raises IndexError if the model does not have such positions.
+        """
+        if head.precision == "int4":  # all keys are stored as at position 0
+            return replace(self.stack.rotation(1), first=chunk.placed.start)
+        moved = chunk.placed.start - chunk.own.start - head.position
+        return self.stack.rotation(moved) if moved else None
 
     def _use(self, used: Sequence[bool]) -> None:
         """Use some of the chunks, the same on all ranks."""

@@ -92,7 +92,7 @@ def compute_chunks(
     in_document: bool,
     leaves_out: bool = False,
 ) -> Computed:
-    """Yield the KV and prior of every chunk not in ``store``.
+    """Yield the KV and prior of every chunk not in ``store``, as it takes them.
 
     in_document: chunks are computed in their document (lead-in ``document``), as turns of
     conversations always are; otherwise after the lead-in alone, and the document is used only for
@@ -101,6 +101,7 @@ def compute_chunks(
     """
 
     def spared(missing: Sequence[ChunkPlan], work: Computed) -> Computed:
+        work = as_stored(stack, store, work)
         return or_no_room(missing, work) if leaves_out else work
 
     unrelated: list[ChunkPlan] = []
@@ -113,6 +114,21 @@ def compute_chunks(
         elif missing:
             yield from spared(missing, _with_prior(stack, work, alone(missing)))
     yield from spared(unrelated, alone(unrelated))
+
+
+def as_stored(stack: DecoderStack, store: TieredKVStore, computed: Computed) -> Computed:
+    """Yield computed chunks as the store takes them: for ``int4``, with all keys at position 0."""
+    for done in computed:
+        if store.precision != "int4" or done is None or isinstance(done, NoRoom):
+            yield done
+            continue
+        chunk, kv = done
+        turn = replace(stack.rotation(1), first=kv.position).back()
+        keys = torch.empty_like(kv.keys)
+        for layer in range(len(keys)):  # on the device, where there is room for little more
+            own = kv.keys[layer : layer + 1].to(turn.cos.device)
+            keys[layer] = rotated(own, turn.of(layer))[0]
+        yield chunk, ChunkKV.of(keys, kv.values, kv.position, kv.prior)
 
 
 def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:

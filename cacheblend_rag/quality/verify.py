@@ -275,6 +275,9 @@ def check_stored(
     if span is None or span.before or encoded.token_ids[: span.start] != lead:
         why = "the first passage is computed after other tokens than it stands at"
         return Check(STORED, "skipped", why)
+    if (precision := engine.store.precision) != "native":
+        why = f"precision={precision!r} rounds what is stored; fidelity shows what that costs"
+        return Check(STORED, "skipped", why)
     (found,) = measure(engine, [frame.to_measure(asked)], [FULL, plain], warm=False)
     return check_exact(STORED, found[plain.name])
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from cacheblend_rag.errors import ConfigError
 
 LeadInKind = Literal["none", "bos", "instruction", "document"]
-Precision = Literal["native", "fp8"]
+Precision = Literal["native", "fp8", "int4"]
 
 DEFAULT_RATIO = 0.08
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"

@@ -15,6 +15,7 @@ from cacheblend_rag.blend.placement import place_parts
 from cacheblend_rag.blend.rotary import Rotation, rotated
 from cacheblend_rag.blend.stack import Geometry
 from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.settings import Precision
 
 META = torch.device("meta")
 
@@ -31,13 +32,13 @@ def turn_by(by: float, pairs: int, *, interleaved: bool, device: Any = "cpu") ->
     return Rotation(angles.cos().to(device), angles.sin().to(device), interleaved)
 
 
-def part_of(kv: torch.Tensor, form: str) -> ChunkKV:
+def part_of(kv: torch.Tensor, form: Precision) -> ChunkKV:
     own = ChunkKV(kv[None], 0)
-    return own if form == "native" else own.packed()
+    return own.packed(form)
 
 
-@pytest.mark.parametrize("form", ["native", "fp8"])
-def test_chunks_are_placed_one_after_the_other_and_nothing_else_is_written(form: str) -> None:
+@pytest.mark.parametrize("form", ["native", "fp8", "int4"])
+def test_chunks_are_placed_one_after_the_other_and_nothing_else_is_written(form: Precision) -> None:
     fused = buffer(3, 8, 12, torch.bfloat16)
     wanted_keys, wanted_values = fused.keys.clone(), fused.values.clone()
     parts = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[Lay
 
 def formed(kv: Tensor, form: Any) -> ChunkKV:
     own = ChunkKV(kv[None], 0)
-    return own if form == "native" else own.packed()
+    return own.packed(form)
 
 
 def buffer(kind: str, shape: Geometry) -> FusedKV:
@@ -100,9 +101,11 @@ def laid_plainly(kind: str, copy_stream: Any, form: Any = "native") -> list[tupl
     return found
 
 
-@pytest.mark.parametrize(("most", "rows"), [(1, 1), (2, 4), (3, 100)])
+@pytest.mark.parametrize(
+    ("form", "most", "rows"),
+    [*product(("native", "fp8"), (1, 2), (1, 4)), ("native", 3, 100), ("int4", 1, 9)],
+)
 @pytest.mark.parametrize("kind", ["fused", "ring"])
-@pytest.mark.parametrize("form", ["native", "fp8"])
 def test_what_is_laid_beside_the_work_is_what_is_laid_plainly(
     copy_stream: Any, form: str, kind: str, most: int, rows: int
 ) -> None:

@@ -135,7 +135,7 @@ WRONG = {
     (*INDEX, "--set", "dtype=int8"): "dtype='int8' must be one of",
     (*BENCH, "--set", "tiers=cloud"): "tiers: a text that is no URL must begin with",
     ("bench", "store", "ftp://cloud"): "ftp://... must begin with one of",
-    (*BENCH, "--set", "precision=fp4"): "precision='fp4' must be 'native' or 'fp8'",
+    (*BENCH, "--set", "precision=fp4"): "precision='fp4' must be 'native', 'fp8' or 'int4'",
     (*BENCH, "--chunks", "100"): "prompt_tokens=51232 must be below the context window",
     (*BENCH, "--chunks", "8"): "prompt_tokens=4128 must be below the context window, 4096",
     ("bench", "workload", "{file}/rag"): "cannot be written: Not a directory",

@@ -241,20 +241,21 @@ def test_memory_is_bounded_and_drops_what_was_asked_for_longest_ago_or_least(
     assert found == [None if at == lost else "host" for at in range(4)]
 
 
-def test_fp8_takes_a_quarter_of_float32_and_leaves_ratio_1_exact(
-    opened: Open, tmp_path: Path
+@pytest.mark.parametrize(("rounded", "least", "most"), [("fp8", 0.25, 0.3), ("int4", 0.13, 0.25)])
+def test_rounded_kv_takes_a_fraction_of_float32_and_leaves_ratio_1_exact(
+    opened: Open, tmp_path: Path, rounded: str, least: float, most: float
 ) -> None:
     sizes, likely, chunks = {}, {}, chunks_of(1, 2)
-    for precision in ("native", "fp8"):
+    for precision in ("native", rounded):
         engine = opened(kv_path=tmp_path / precision, precision=precision)
         engine.precompute(chunks, progress=False)
         sizes[precision] = gauge(EngineMetrics(engine), "bytes", "disk")
         reuse = engine.config.with_changes(recompute_ratio=0.0)
         likely[precision] = engine.generate(asking(*chunks), LIKELY, config=reuse)
         assert likely[precision].report.reused_tokens == 2 * TOKENS
-    assert 0.25 < sizes["fp8"] / sizes["native"] < 0.3
+    assert least < sizes[rounded] / sizes["native"] < most
     full = engine.generate_full(asking(*chunks), LIKELY)
-    assert distance(likely["fp8"], likely["native"]) < distance(full, likely["native"]) / 2
+    assert distance(likely[rounded], likely["native"]) < distance(full, likely["native"]) / 2
     all_of_it = engine.config.with_changes(recompute_ratio=1.0)
     answer = engine.generate(asking(*chunks), SHORT, config=all_of_it)
     assert answer.report.recomputed_tokens == 2 * TOKENS

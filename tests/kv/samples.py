@@ -60,7 +60,7 @@ def decode(data, key, mac=CHECKSUM):
 
 def rounded(kv, precision):
     """Return a chunk as it is kept by a store of a precision."""
-    return kv.packed() if precision == "fp8" else kv
+    return kv.packed(precision)
 
 
 def taken(source):

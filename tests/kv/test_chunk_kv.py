@@ -30,7 +30,7 @@ def test_what_is_no_chunk_kv_is_named(change, message):
 
 def test_parts_of_a_chunk_are_views_and_make_it_up():
     kv = make_kv(tokens=9)
-    for whole in (kv, kv.packed()):
+    for whole in (kv, kv.packed(), kv.packed("int4")):
         parts = [whole.layer(0), whole.part(1, 2)]
         assert same(ChunkKV.joined(parts), whole)
         assert parts[1].numbers.data_ptr() == whole.numbers[1].data_ptr()

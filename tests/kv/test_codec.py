@@ -156,6 +156,9 @@ def forge_fields(fields):
     yield "another tensor", {**fields, "extra": {**fields["prior"]}}, differs
     yield "scales of no codes", {**fields, "scales": {**fields["prior"]}}, differs
     yield "codes without scales", told(precision="fp8"), differs
+    thin = {"shape": [2, 2, 2, 8, 4], "dtype": "U8", "data_offsets": [32, 288]}
+    without = {**told(precision="int4"), "kv": thin}
+    yield "rows of no codes", without, wrong
     yield "one checksum", told(layers=digests[:32]), uncounted
     yield "three checksums", told(layers=digests + digests[:32]), uncounted
     yield "a checksum of another kind", told(layers=digests[:-1] + "g"), ill

@@ -70,7 +70,7 @@ def test_a_file_replaced_under_a_reader_is_read_anew(store, disk, tmp_path, monk
 
 
 @pytest.mark.parametrize("tiers", ["host disk", "disk host"])
-@pytest.mark.parametrize("precision", ["fp8", "native"])
+@pytest.mark.parametrize("precision", ["int4", "fp8", "native"])
 def test_no_tier_keeps_what_is_no_number(tmp_path, tiers, precision):
     """An older chunk stays, and no tier is thought to fail."""
     opened = [

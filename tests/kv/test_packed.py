@@ -1,4 +1,4 @@
-"""Chunks of a byte a number: rounded once, stored and kept as codes, read as numbers."""
+"""Packed chunks: rounded once, stored and kept as codes, read as numbers."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_rag.errors import BadSignatureError, DamagedChunkError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv.codec import NOT_FINITE
 from cacheblend_rag.kv.mac import KeyedMac
-from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
+from cacheblend_rag.kv.precision import FORMATS
 from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.base import Secret
@@ -19,6 +20,9 @@ from cacheblend_rag.settings.base import Secret
 from .samples import decode, encode, make_key, rounded, same, validate
 
 KEY = make_key(0)
+
+FP8, INT4 = FORMATS["fp8"], FORMATS["int4"]
+of_each = pytest.mark.parametrize("precision", FORMATS)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
@@ -53,13 +57,13 @@ def test_any_numbers_may_be_rounded_twice(numbers, dtype):
 
 def test_fp8_takes_the_nearest_number_of_a_head():
     kv = chunk(scale=3.0)
-    codes, exponents = pack(kv.numbers[0])
+    codes, exponents = FP8.pack(kv.numbers[0])
     assert codes.shape == (2, KV_HEADS, TOKENS, HEAD_DIM)
     assert exponents.shape == (4,)
     for part, own in zip(kv.numbers[0].flatten(0, 1), exponents, strict=True):
         scale = 2.0 ** int(own)
         assert 448 * scale / 2 < part.abs().max() <= 448 * scale
-    read = unpack(codes, exponents, torch.float32)
+    read = FP8.unpack(codes, exponents, torch.float32)
     for found, given_, own in zip(
         read.flatten(0, 1), kv.numbers[0].flatten(0, 1), exponents, strict=True
     ):
@@ -68,13 +72,52 @@ def test_fp8_takes_the_nearest_number_of_a_head():
         assert torch.equal((found.double() - given_).abs(), (wanted - given_).abs())
 
 
-def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
-    config = StoreConfig(kv_path=tmp_path, host_bytes=1 << 20, precision="fp8")
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16), st.sampled_from(DTYPES))
+def test_int4_is_within_half_a_step_of_a_row(numbers, dtype):
+    flat = torch.tensor(numbers).to(dtype)
+    kv = ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
+    once = rounded(kv, "int4")
+    validate(once)
+    mean, deviation = once.scales.view(2, 2, 4).double().unbind(1)
+    step = once.numbers[0, :, 0, :, -2:].contiguous().view(torch.bfloat16).double()
+    off = once.unpacked().numbers[0, :, 0].double() - kv.numbers[0, :, 0].double()
+    # what bfloat16 rounds off the least number and the step, and the dtype off the result, beside
+    bound = step * deviation[:, None] * (0.5 + 15 / 128) + 2**-8 * kv.numbers.double().abs().amax()
+    assert (off.abs() <= bound).all()
+    assert (mean.abs() <= 6.1e4).all()
+
+
+def test_a_bias_of_one_channel_costs_the_others_nothing():
+    """As a key's is at position 0."""
+    errors = []
+    for bias in (0, 200):
+        kv = chunk()
+        kv.numbers[..., 3] += bias
+        off = (rounded(kv, "int4").unpacked().numbers - kv.numbers).square().mean((0, 1, 2, 3))
+        errors.append(off.sqrt())
+    assert (errors[1] < 1.2 * errors[0]).all()
+
+
+def test_one_large_token_costs_the_others_little():
+    """As an attention sink is."""
+    errors = []
+    for times in (1, 100):
+        kv = chunk(shape=(LAYERS, KV_HEADS, 256, HEAD_DIM))
+        kv.numbers[..., 0, :] *= times
+        off = rounded(kv, "int4").unpacked().numbers - kv.numbers
+        errors.append(off[..., 1:, :].square().mean().sqrt())
+    assert errors[1] < 1.5 * errors[0]
+
+
+@of_each
+def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path, precision):
+    config = StoreConfig(kv_path=tmp_path, host_bytes=1 << 20, precision=precision)
     with TieredKVStore.of(config) as store:
         kv = chunk()
         assert store.put(KEY, kv)
         from_host = store.get(KEY).kv
-        assert same(from_host, rounded(kv, "fp8"))
+        assert same(from_host, rounded(kv, precision))
         assert not torch.equal(from_host.keys, kv.keys)
         store.forget([KEY])
         from_disk = store.get(KEY)
@@ -82,7 +125,7 @@ def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
         assert same(from_disk.kv, from_host)
         assert store.get(KEY).tier == "host"
         (file,) = tmp_path.glob("??/*.safetensors")
-        assert file.stat().st_size < kv.nbytes / 2
+        assert file.stat().st_size < kv.nbytes / (2 if precision == "fp8" else 3)
 
 
 # Read by layers
@@ -104,23 +147,33 @@ def layers_of(source):
         return [source.layer(layer)[0] for layer in range(LAYERS)]
 
 
-def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path):
-    kv = chunk().packed()
+@of_each
+def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(tmp_path, precision):
+    kv = chunk().packed(precision)
     for tiers in ([HostTier(None)], [DiskTier(tmp_path)], [HostTier(None), DiskTier(tmp_path)]):
-        with TieredKVStore(tiers, precision="fp8") as store:
+        with TieredKVStore(tiers, precision=precision) as store:
             store.put(KEY, chunk())
             for unpack_them, wanted in ((True, kv.unpacked()), (False, kv)):
                 found = ChunkKV.joined(layers_of(store.fetch([KEY], unpack=unpack_them)))
                 assert same(found, wanted)
 
 
-def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
-    sound = chunk().packed()
+OUT_OF = "out of the range"
+FORGED = {
+    "fp8": {126: NOT_FINITE, 127: OUT_OF, -121: OUT_OF},
+    "int4": {torch.nan: OUT_OF, -torch.inf: OUT_OF, 1e30: OUT_OF},
+}
+
+
+@of_each
+def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold(precision):
+    sound = chunk().packed(precision)
     codes = sound.numbers.clone()
-    codes.view(torch.uint8)[3, 1, 1, 7, 2] = 0xFF
-    bad = [(replace(sound, numbers=codes), "NaN or infinity")]
-    for exponent, said in ((126, "NaN or infinity"), (127, "out of the range"), (-121, "out of")):
-        scales = torch.full_like(sound.scales, exponent)
+    codes.view(torch.uint8)[3, 1, 1, 7, -1] = 0xFF  # of fp8 NaN, of int4 a step of -3e38
+    bad = [(replace(sound, numbers=codes), NOT_FINITE)]
+    for scale, said in FORGED[precision].items():
+        scales = sound.scales.clone()
+        scales[4].fill_(scale)
         bad.append((replace(sound, scales=scales), said))
     for kv, said in bad:
         data = b"".join(codec.ChunkObject(KEY, kv).parts())
@@ -151,15 +204,25 @@ def test_codes_are_finite_if_and_only_if_their_numbers_are(dtype):
                 raw[1, 1, 2, 3] = 0x7F
             exponents = torch.full((4,), -120, dtype=torch.int8)
             exponents[int(torch.randint(0, 4, (), generator=draw))] = exponent
-            numbers = unpack(codes, exponents, torch.float64)
+            numbers = FP8.unpack(codes, exponents, torch.float64)
             largest = float(torch.finfo(dtype).max)
             fits = not codes.float().isnan().any() and bool((numbers.abs() <= largest).all())
-            assert are_finite(codes, exponents, dtype) == fits
+            assert FP8.are_finite(codes, exponents, dtype) == fits
             verdicts.add(fits)
     assert verdicts == {True, False}
-    assert are_written(torch.tensor([-120, 126], dtype=torch.int8))
-    assert not are_written(torch.tensor([0, 127], dtype=torch.int8))
-    assert not are_written(torch.tensor([-121, 0], dtype=torch.int8))
+    assert FP8.are_written(torch.tensor([-120, 126], dtype=torch.int8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whatever_is_in_range_decodes_to_finite_numbers_of_4_bits(dtype):
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        bits = torch.randint(0, 256, (2, 2, 2, 3, 8), generator=draw, dtype=torch.uint8)
+        tail = torch.randn(2, 2, 2, 3, 2, generator=draw).mul(40).exp2().bfloat16()
+        scales = torch.randn(2, 4, 2, 16, generator=draw).mul(40).exp2().bfloat16()
+        codes = torch.cat((bits, tail.view(torch.uint8)), -1)
+        if INT4.are_written(scales) and INT4.are_finite(codes, scales, dtype):
+            assert INT4.unpack(codes, scales, dtype).isfinite().all()
 
 
 class OnlyViews(TorchDispatchMode):
@@ -168,9 +231,10 @@ class OnlyViews(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_nothing_is_computed_on_the_way_to_a_device():
+@of_each
+def test_nothing_is_computed_on_the_way_to_a_device(precision):
     """Its copy_stream does not wait for what other streams compute then."""
-    kv = chunk().packed()
+    kv = chunk().packed(precision)
     with OnlyViews():
         layer = WholeReader(kv, 0.0).read(1, 3).layer(1).cut(3, 40)
         assert len(layer.tensors) == 2

@@ -25,7 +25,7 @@ from tests.kv.locked import PAGE, Locked, tensors
 from tests.kv.samples import make_key, make_kv, rounded
 
 
-@pytest.mark.parametrize("precision", ["native", "fp8"])
+@pytest.mark.parametrize("precision", ["native", "fp8", "int4"])
 def test_a_chunk_is_kept_in_page_locked_memory_of_its_own(precision: Any) -> None:
     locked = Locked()
     host, kv = HostTier(memory=locked.memory), rounded(make_kv(tokens=40), precision)

@@ -16,6 +16,8 @@ from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, Tier, codec
 from cacheblend_rag.prefill import prompt_pass
+from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.precompute import as_stored
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import LAYERS, FakeStack
 from tests.kv.samples import SlowBytes
@@ -50,6 +52,32 @@ def test_a_position_that_the_model_does_not_have_is_damage() -> None:
     found = over([tier], stack=Short())
     assert_same(found, expected("ac"))
     assert found[0].chunks[1].reason_code == "damaged"
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_keys_of_4_bits_are_moved_to_where_each_token_stands(left_out: int) -> None:
+    """They are stored as at position 0; of a chunk whose beginning is not used, too."""
+    parts = [chunk.behind(chunk.start + left_out) for chunk in placed()]
+    told = {}
+    for precision in ("native", "int4"):
+        stack, told[precision] = FakeStack(), Whole()
+        with TieredKVStore([HostTier(None)], precision=precision) as store:
+            for chunk in placed():
+                plan = ChunkPlan((), (), (), chunk.key)
+                made = iter([(plan, chunk_kv(stack, chunk))])
+                ((_, kv),) = as_stored(stack, store, made)
+                assert store.put(chunk.key, kv)
+            config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
+            with store.fetch(chunk.key for chunk in parts) as source:
+                work = PromptPass(
+                    stack, prompt_ids(), parts, source, config, destination=told[precision]
+                )
+                run(work.steps())
+    reused = torch.cat([torch.arange(part.start, part.end) for part in parts])
+    for layer in range(LAYERS):
+        (near, _), (keys, _) = (told[one].layers[layer] for one in ("int4", "native"))
+        off = (near - keys)[..., reused, :].square().mean() / keys[..., reused, :].var()
+        assert off < 0.02
 
 
 def spans_of(data: bytearray, name: str) -> codec.Head:

@@ -13,6 +13,7 @@ from cacheblend_rag.kv import ChunkKV
 from cacheblend_rag.quality import verify
 from cacheblend_rag.quality.fidelity import Fidelity
 from cacheblend_rag.quality.verify import Verdict, check_template, frame_of, verify_engine
+from cacheblend_rag.settings import Precision
 from tests.models import GPT2_CONFIG
 from tests.toy import TOY
 from tests.toy.questions import toy_dataset
@@ -71,6 +72,14 @@ def test_a_template_that_changes_or_reorders_texts_fails(
     check = check_template(tokenizer, DATA)
     assert check.status == status
     assert told in check.found
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_stored_kv_that_is_rounded_is_judged_by_fidelity(precision: Precision) -> None:
+    verdict = verify_engine(opened(store=TieredKVStore.open(precision=precision)), DATA)
+    assert verdict.passed
+    (stored,) = [check for check in verdict.checks if check.name == "stored KV"]
+    assert (stored.status, precision in stored.found) == ("skipped", True)
 
 
 def test_stored_kv_that_is_not_what_prefill_computes_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,11 @@ def _row(part: LayerPart) -> list[int]:
 def is_readable(part: LayerPart) -> bool:
     """Whether the kernel can read a chunk as its tensors are: each token's numbers in a row."""
     numbers = part.kv.numbers
-    return numbers.stride(-1) == 1 and numbers.stride(-2) == numbers.shape[-1]
+    return (
+        (part.turn is None or part.turn.first is None)
+        and numbers.stride(-1) == 1
+        and numbers.stride(-2) == numbers.shape[-1]
+    )
 
 
 ALIGNED = 16

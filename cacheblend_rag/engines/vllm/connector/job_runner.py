@@ -61,6 +61,7 @@ from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
     NoRoom,
+    as_stored,
     compute_chunks,
     compute_document,
     compute_one_by_one,
@@ -266,7 +267,8 @@ class JobRunner:
             )
         starts = [start for start, _ in job.chunks]
         document = DocumentPlan(list(job.tokens), list(zip(plans, starts, strict=True)))
-        return compute_document(self.stack, document, self.store)
+        computed = compute_document(self.stack, document, self.store)
+        return as_stored(self.stack, self.store, computed)
 
     def _fingerprint(self, allotted: Allotted, lead: LeadInId, *, of_turns: bool) -> str:
         """Return the fingerprint of a job's keys; the namespace is the request's own."""

@@ -1,8 +1,9 @@
-"""Chunks stored in fp8, on their way into an fp8 KV cache of vLLM's."""
+"""Chunks stored in 8 or 4 bits, on their way into an fp8 KV cache of vLLM's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.vllm.connector.paged import PagedKV
 from cacheblend_rag.kv import ChunkKV
 from tests.engines.vllm.exactness import SHORT, check_exact
@@ -36,9 +38,9 @@ def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[InProcessEngine]:
-    settings = {"precision": "fp8"}
+@pytest.fixture(scope="module", params=["fp8", "int4"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[InProcessEngine]:
+    settings = {"precision": request.param}
     config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
     with fp8_backend():
         engine = InProcessEngine.open(folder, config, kv_cache_dtype="fp8", settings=settings)
@@ -75,17 +77,18 @@ def stored(engine: InProcessEngine, tokens: int) -> ChunkKV:
     """The one stored chunk that has so many tokens."""
     store = engine.worker_connector.blender.store
     (tier,), keys = store.tiers, store.keys()
-    assert all(tier.get(key).kv.precision == "fp8" for key in keys)
+    assert all(tier.get(key).kv.precision == store.precision for key in keys)
     found = [store.get(key).kv for key in keys]
     (chunk,) = [kv for kv in found if kv is not None and kv.tokens == tokens]
     return chunk
 
 
-def check_as_stored(found: Tensor, kept: Tensor) -> None:
-    """Scales are powers of two, so that both hold the same three bits after the first one."""
+def check_as_stored(found: Tensor, kept: Tensor, precision: str) -> None:
+    """Scales of fp8 are powers of two: both hold the same three bits after the first one."""
     large = (kept.abs() >= SMALLEST) & (kept.abs() <= 448)
     assert large.float().mean() > 0.9
-    assert torch.equal(found[large], kept[large])
+    rounded = kept if precision == "fp8" else kept.to(FP8).float()
+    assert torch.equal(found[large], rounded[large])
     assert bool(((found[~large] - kept[~large]).abs() <= SMALLEST / 16).all())
 
 
@@ -99,7 +102,7 @@ def test_values_are_in_the_cache_as_they_are_stored_where_its_scale_has_them(
         kv = stored(engine, chunk.tokens)
         for layer in range(len(kv.values)):
             _, found = in_cache(pages[-1], layer, chunk.start, chunk.tokens)
-            check_as_stored(found, kv.values[layer])
+            check_as_stored(found, kv.values[layer], kv.precision)
 
 
 def test_keys_are_too_of_a_chunk_that_stands_where_it_was_computed(
@@ -110,11 +113,14 @@ def test_keys_are_too_of_a_chunk_that_stands_where_it_was_computed(
     kv = stored(engine, chunk.tokens)
     assert chunk.hit
     assert chunk.start == kv.position == 0
+    turn = engine.worker_connector.blender.stack.rotation(1)
+    by_token = replace(turn, first=0)  # by which keys of 4 bits, stored at position 0, are moved
+    own = rotated(kv.keys, by_token) if kv.precision == "int4" else kv.keys
     for layer in range(len(kv.keys)):
         keys, values = in_cache(pages[-1], layer, 0, chunk.tokens)
-        check_as_stored(keys, kv.keys[layer])
-        check_as_stored(values, kv.values[layer])
+        check_as_stored(keys, own[layer], kv.precision)
+        check_as_stored(values, kv.values[layer], kv.precision)
 
 
-def test_ratio_1_is_exact_with_chunks_in_fp8_too(engine: InProcessEngine) -> None:
+def test_ratio_1_is_exact_with_packed_chunks_too(engine: InProcessEngine) -> None:
     check_exact(engine)
