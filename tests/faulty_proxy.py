@@ -37,11 +37,12 @@ class FaultyProxy:
         self._earlier: deque[bytes] = deque(maxlen=KEPT_ANSWERS)
         self._draw = random.Random(0)
         self._lock = threading.Lock()
+        self._open = set[threading.Thread]()
         self._accept()
 
     @property
     def state(self) -> State:
-        """What is done to connections now; those that are open end when it is set."""
+        """What is done to connections now; those that are open have ended once it is set."""
         return self._state
 
     @state.setter
@@ -50,12 +51,15 @@ class FaultyProxy:
             self._changed.set()
             self._changed = threading.Event()
             was, self._state = self._state, state
+            ending, self._open = self._open, set()
             if state == "refuses":
                 self._listening.shutdown(socket.SHUT_RDWR)  # a thread that accepts keeps it open
                 self._listening.close()
             elif was == "refuses":
                 self._listening = socket.create_server((HOST, self.port))
                 self._accept()
+        for connection in ending:
+            connection.join()
 
     def __enter__(self) -> Self:
         return self
@@ -76,8 +80,11 @@ class FaultyProxy:
                 continue
             except OSError:  # closed
                 return
-            work = (client, self._state, self._changed)
-            threading.Thread(target=self._connect, args=work, daemon=True).start()
+            with self._lock:
+                work = (client, self._state, self._changed)
+                connection = threading.Thread(target=self._connect, args=work, daemon=True)
+                self._open.add(connection)
+                connection.start()
 
     def _connect(self, client: socket.socket, state: State, changed: threading.Event) -> None:
         with client, socket.create_connection((HOST, self._upstream)) as server:

@@ -2,16 +2,19 @@
 
 import time
 import uuid
+from socketserver import StreamRequestHandler, ThreadingTCPServer
+from threading import Thread
 
 import pytest
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
+from cacheblend_rag.kv.tiers.redis import connect
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv, same, taken, until
-from tests.local_servers import redis_server
+from tests.local_servers import HOST, redis_server
 from tests.servers import redis_place, refusing, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))
@@ -57,6 +60,32 @@ def test_redis_is_reached_by_its_socket(redis_socket):
     assert store.put(KEY, make_kv())
     assert same(store.get(KEY).kv, make_kv())
     store.close()
+
+
+class AnswersTwice(StreamRequestHandler):
+    """A Redis whose GET returns the name it is given, and leaves another answer behind."""
+
+    def handle(self):
+        while count := self.rfile.readline():
+            words = []
+            for _ in range(int(count[1:])):
+                length = int(self.rfile.readline()[1:])
+                words.append(self.rfile.read(length + 2)[:length])
+            if words[0] == b"GET":
+                self.wfile.write(b"$%d\r\n%s\r\n$5\r\nstray\r\n" % (len(words[1]), words[1]))
+            else:
+                self.wfile.write(b"%1\r\n+proto\r\n:3\r\n" if words[0] == b"HELLO" else b"+OK\r\n")
+
+
+def test_what_is_left_in_a_connection_answers_no_later_command():
+    with ThreadingTCPServer((HOST, 0), AnswersTwice) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        client = connect(host=HOST, port=server.server_address[1])
+        try:
+            assert [client.get(name) for name in ("one", "two")] == [b"one", b"two"]
+        finally:
+            client.close()
+            server.shutdown()
 
 
 def test_a_redis_that_the_system_does_not_vouch_for_is_not_trusted(redis_tls, tmp_path):

@@ -248,8 +248,9 @@ def connect(
         connection_class=Bounded, **place, db=db, username=user or None,
         password=password.get_secret_value() if password else None, socket_timeout=seconds,
         retry=Retry(NoBackoff(), 0),  # one try: a failed tier is skipped for a while
+        protocol=2,  # with 3, bytes left in a connection are taken for a later command's answer
     )  # fmt: skip
-    return Redis(connection_pool=pool)
+    return Redis.from_pool(pool)
 
 
 def _entry(time: Any, nbytes: Any) -> Entry | None:
