@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.prepare import PromptLike
@@ -196,11 +197,15 @@ class _Loop:
 
     def key(self, prompt: Prompt, rule: Rule) -> Key:
         """Return what a result depends on."""
-        engine = self._of(rule)
+        engine, config = self._of(rule), None
+        if rule.config is not None:
+            config = rule.config.to_dict()
+            selector = make_selector(rule.config.selector, rule.config.selector_options)
+            config["selector_options"] = selector.to_dict()  # defaults too: they may change
         return {
             "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest()[:32],
             "rule": [rule.name, rule.lead_in, rule.bare],
-            "config": rule.config and rule.config.to_dict(),
+            "config": config,
             "engine": [engine.name, engine.model_name, engine.dtype, engine.fingerprint],
             "answer": [self.max_tokens, *self.stop],
             "compare": self.compare,

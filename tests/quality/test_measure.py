@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TransformersEngine
+from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prefill.comparing import Comparison
@@ -228,6 +229,22 @@ def test_other_settings_are_other_results(tmp_path):
     for known, options in enumerate(({}, {"max_tokens": 3}, {"questions": BROKEN}), 1):
         rows_of([REUSE], options.pop("questions", WHOLE), made_once(), log=log, **options)
         assert len(list(log)) == 4 * known
+
+
+def test_a_selectors_defaults_are_part_of_what_a_result_depends_on(tmp_path, monkeypatch):
+    """A later version may have others."""
+    log = RecordLog.resumed(tmp_path / "results.jsonl")
+    rows_of([RANDOM], WHOLE, made_once(), log=log)
+    known = len(list(log))
+    rows_of([RANDOM], WHOLE, made_once(), log=log)
+    assert len(list(log)) == known
+
+    class Later(SELECTORS["random"]):
+        seed: int = 7
+
+    monkeypatch.setitem(SELECTORS, "random", Later)
+    rows_of([RANDOM], WHOLE, made_once(), log=log)
+    assert len(list(log)) == known + len(WHOLE)
 
 
 # Rules
