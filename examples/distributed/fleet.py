@@ -188,7 +188,7 @@ def load(client: Client, prompts: Sequence[str], threads: int) -> Iterator[None]
         while not over.is_set():
             client.ask(prompts[asked % len(prompts)], streamed=asked % 3 == 0)
             asked += 1
-            over.wait(0.1)
+            over.wait(1.0)  # a server that starts beside it needs the cores
 
     workers = [Thread(target=work, args=(number,)) for number in range(threads)]
     for worker in workers:
