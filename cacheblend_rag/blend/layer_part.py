@@ -16,6 +16,11 @@ class LayerPart:
     kv: ChunkKV
     turn: Rotation | None
 
+    @property
+    def has_kernel_form(self) -> bool:
+        """Whether the placement kernel knows its form: that of all numbers but those of 4 bits."""
+        return self.kv.precision != "int4"
+
     def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
         """Return its first tokens, and the rest."""
         if tokens >= self.kv.tokens:

@@ -51,8 +51,8 @@ class Upload:
         self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._fused, self._layer = fused, layer
         self._todo = deque(parts)
-        can_be_placed = all(part.turn is None or part.turn.first is None for part in self._todo)
-        self._has_kernel = bool(buffers.table_bytes) and can_be_placed
+        have_form = all(part.has_kernel_form for part in self._todo)
+        self._has_kernel = bool(buffers.table_bytes) and have_form
         self._staging: deque[Future[None]] = deque()
         self._events: list[Event] = []
         self._copy_stream.follow(after)

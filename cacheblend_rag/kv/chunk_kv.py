@@ -196,7 +196,10 @@ class ChunkKV:
 
     @property
     def keys(self) -> Tensor:
-        """Its keys in the model's type, (layers, kv_heads, tokens, head_dim)."""
+        """Its keys in the model's type, (layers, kv_heads, tokens, head_dim).
+
+        Those of ``int4`` stay as at position 0.
+        """
         return self.unpacked().numbers[:, 0]
 
     @property
@@ -257,10 +260,11 @@ class ChunkKV:
         """Return it quantized to codes; itself if it is, or for ``native``.
 
         Args:
-            precision: of the codes. ``fp8`` gives the same codes for what was rounded before.
+            precision: of the codes. ``fp8`` gives the same codes for what was rounded before;
+                ``int4`` is for keys that are all rotated as at position 0.
 
         Raises:
-            ValueError: when a head's numbers cannot be packed, since they are odd.
+            ValueError: for ``int4``, when head_dim is odd.
         """
         if self.scales is not None or precision == "native":
             return self
@@ -269,7 +273,10 @@ class ChunkKV:
         return replace(self, numbers=codes, scales=scales, rounded_from=self.numbers.dtype)
 
     def unpacked(self) -> ChunkKV:
-        """Return it dequantized to the model's dtype; itself if it is not quantized."""
+        """Return it dequantized to the model's dtype; itself if it is not quantized.
+
+        Keys of ``int4`` stay as at position 0, though the result's precision is ``native``.
+        """
         if self.scales is None:
             return self
         numbers = FORMATS[self.precision].unpack(self.numbers, self.scales, self.dtype)

@@ -100,14 +100,15 @@ class Head:
 
     @property
     def _stored(self) -> torch.dtype:
-        return self.dtype if self.scales is None else FORMATS[self.precision].codes
+        packs = FORMATS.get(self.precision)
+        return packs.codes if packs else self.dtype
 
     @property
     def _layer(self) -> tuple[int, int, int, int]:
         """The shape of a layer's numbers or codes."""
-        _, kv_heads, tokens, row = self.shape
-        row = row if self.scales is None else FORMATS[self.precision].row(row)
-        return 2, kv_heads, tokens, row
+        _, kv_heads, tokens, head_dim = self.shape
+        packs = FORMATS.get(self.precision)
+        return 2, kv_heads, tokens, packs.row(head_dim) if packs else head_dim
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
@@ -313,7 +314,7 @@ def _checked_fields(
         ):
             wanted = _fields_of(metadata, shape, fields)
         case _:
-            raise DamagedChunkError("kv is not (layers, 2, kv_heads, tokens, head_dim)")
+            raise DamagedChunkError("kv is not (layers, 2, kv_heads, tokens, row)")
     if len(metadata["layers"]) != layers * DIGITS:
         raise DamagedChunkError(f"header has no checksum for each of {layers} layers")
     if fields != wanted:

@@ -99,7 +99,7 @@ class Int4:
     3: attention is more sensitive to errors of keys. The first half of these bytes is in the rows
     of keys, the second in those of values. A row's last bytes are two bfloat16: the least of a
     token's keys or values of a head, and their step. The scales, (2 * kv_heads, 2, head_dim) a
-    layer, are each channel's median and mean deviation from it, with which steps become numbers.
+    layer, are each channel's median and a deviation from it, with which steps become numbers.
     """
 
     codes, scales = torch.uint8, torch.bfloat16
@@ -120,10 +120,13 @@ class Int4:
     def pack(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         if numbers.shape[-1] % 2:
             raise ValueError(f"head_dim={numbers.shape[-1]} must be even for precision='int4'")
-        kv = numbers.float().clamp(-self._MOST / 32, self._MOST / 32)
-        # One outlying token, such as an attention sink, must not move the scale of all others.
+        kv = numbers.float().clamp(-self._MOST / 32, self._MOST / 32)  # no model's are as large
         middle = kv.median(-2, keepdim=True).values.to(self.scales)
-        deviation = (kv - middle).abs().mean(-2, keepdim=True)
+        away = (kv - middle).abs()
+        # The third quartile, as one outlying token, such as an attention sink, must not move the
+        # scale of all others; not 0 if most tokens are alike.
+        quartile = away.kthvalue(-(-3 * kv.shape[-2] // 4), -2, keepdim=True).values
+        deviation = quartile.maximum(away.mean(-2, keepdim=True) / 1024)
         deviation = deviation.clamp(min=self._LEAST).to(self.scales)
         kv = (kv - middle) / deviation
         least, most = kv.aminmax(dim=-1, keepdim=True)
@@ -138,8 +141,8 @@ class Int4:
         return torch.cat((halves, tail), -1), scales
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        halves, least, step = self._parts(codes)
-        both = torch.cat(halves.unbind(-4), -1)
+        least, step = self._tail(codes).chunk(2, -1)
+        both = torch.cat(codes[..., : -self._TAIL].unbind(-4), -1)
         steps = torch.stack((both >> self._VALUE_BITS, both & self._TOPS[1]), -4)
         kv = steps.float().mul_(step).add_(least)
         middle, deviation = scales.view(*codes.shape[:-2], 2, 1, -1).float().unbind(-3)
@@ -147,15 +150,14 @@ class Int4:
         return kv.mul_(deviation).add_(middle).clamp_(-most, most).to(dtype)
 
     def are_finite(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-        return all(bool((part.abs() <= self._MOST).all()) for part in self._parts(codes)[1:])
+        return self.are_written(self._tail(codes))
 
     def are_written(self, scales: Tensor) -> bool:
         return bool((scales.abs() <= self._MOST).all())
 
-    def _parts(self, codes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the bytes of codes, and the least numbers and steps, (..., tokens, 1)."""
-        tail = codes[..., -self._TAIL :].contiguous().view(self.scales)
-        return codes[..., : -self._TAIL], tail[..., :1], tail[..., 1:]
+    def _tail(self, codes: Tensor) -> Tensor:
+        """Return each row's least number and step, (..., tokens, 2) bfloat16."""
+        return codes[..., -self._TAIL :].contiguous().view(self.scales)
 
 
 FORMATS: Mapping[str, Fp8 | Int4] = {"fp8": Fp8(), "int4": Int4()}

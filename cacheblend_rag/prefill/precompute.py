@@ -92,7 +92,7 @@ def compute_chunks(
     in_document: bool,
     leaves_out: bool = False,
 ) -> Computed:
-    """Yield the KV and prior of every chunk not in ``store``, as it takes them.
+    """Yield the KV and prior of every chunk not in ``store``, ready for its ``put``.
 
     in_document: chunks are computed in their document (lead-in ``document``), as turns of
     conversations always are; otherwise after the lead-in alone, and the document is used only for
@@ -117,18 +117,20 @@ def compute_chunks(
 
 
 def as_stored(stack: DecoderStack, store: TieredKVStore, computed: Computed) -> Computed:
-    """Yield computed chunks as the store takes them: for ``int4``, with all keys at position 0."""
+    """Yield computed chunks, ready for ``store.put``: for ``int4`` keys are moved to position 0.
+
+    They are moved in place.
+    """
     for done in computed:
         if store.precision != "int4" or done is None or isinstance(done, NoRoom):
             yield done
             continue
         chunk, kv = done
         turn = replace(stack.rotation(1), first=kv.position).back()
-        keys = torch.empty_like(kv.keys)
-        for layer in range(len(keys)):  # on the device, where there is room for little more
-            own = kv.keys[layer : layer + 1].to(turn.cos.device)
-            keys[layer] = rotated(own, turn.of(layer))[0]
-        yield chunk, ChunkKV.of(keys, kv.values, kv.position, kv.prior)
+        for layer in range(kv.shape[0]):  # on the device, one at a time
+            keys = kv.keys[layer : layer + 1]
+            keys.copy_(rotated(keys.to(turn.cos.device), turn.of(layer)))
+        yield chunk, kv
 
 
 def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
@@ -179,6 +181,7 @@ def _with_prior(stack: DecoderStack, work: DocumentPlan, alone: Computed) -> Com
 def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVStore) -> Computed:
     """Run one document pass; yield the KV and prior of every member not in ``store``.
 
+    Keys are at the document's positions: see ``as_stored``.
     Stored members that turn out to be unreadable are computed, too.
     """
     missing, stored = _split(stack, work.members, store)

@@ -51,7 +51,7 @@ class StoreConfig(Settings):
     quarantined or marked as used."""
     precision: Precision = "native"
     """Precision of stored numbers: ``native`` as computed, ``fp8`` one byte each,
-    ``int4`` half a byte each. Engines do not find chunks of another precision."""
+    ``int4`` half a byte each and scales. Engines do not find chunks of another precision."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

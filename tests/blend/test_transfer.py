@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -61,15 +62,16 @@ def turn_of(by: int | None, device: torch.device) -> Rotation | None:
 
 
 def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[LayerPart]:
+    """Each token of 4-bit parts is moved by its own position."""
     draw = torch.Generator().manual_seed(layer)
-    return [
-        LayerPart(
-            start,
-            formed(torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=draw), form),
-            turn_of(by, device),
-        )
-        for start, tokens, by in CHUNKS
-    ]
+    parts = []
+    for start, tokens, by in CHUNKS:
+        kv = formed(torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=draw), form)
+        turn = turn_of(1 if form == "int4" else by, device)
+        if turn is not None and form == "int4":
+            turn = replace(turn, first=start)
+        parts.append(LayerPart(start, kv, turn))
+    return parts
 
 
 def formed(kv: Tensor, form: Any) -> ChunkKV:

@@ -286,13 +286,10 @@ def _row(part: LayerPart) -> list[int]:
 
 
 def is_readable(part: LayerPart) -> bool:
-    """Whether the kernel can read a chunk as its tensors are: each token's numbers in a row."""
+    """Whether the kernel can read a chunk as it is: its form, each token's numbers in a row."""
     numbers = part.kv.numbers
-    return (
-        (part.turn is None or part.turn.first is None)
-        and numbers.stride(-1) == 1
-        and numbers.stride(-2) == numbers.shape[-1]
-    )
+    in_a_row = numbers.stride(-1) == 1 and numbers.stride(-2) == numbers.shape[-1]
+    return part.has_kernel_form and in_a_row
 
 
 ALIGNED = 16

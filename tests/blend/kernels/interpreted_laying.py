@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -71,7 +71,7 @@ def turn_of(by: int | None) -> Rotation | None:
 def stored(size: int, form: Any, place: Callable[[Tensor], Tensor], seed: int = 0) -> ChunkKV:
     draw = torch.Generator().manual_seed(seed)
     kv = ChunkKV(torch.randn(DEPTH, 2, HEADS, size, WIDTH, generator=draw).half(), 0)
-    return (kv.packed() if form == "fp8" else kv).mapped(lambda tensor: place(tensor.clone()))
+    return kv.packed(form).mapped(lambda tensor: place(tensor.clone()))
 
 
 def wholes_of(copy_stream: FakeCopyStream, form: str, *, on_device: bool) -> list[WholePart]:
@@ -144,18 +144,36 @@ def test_layers_are_laid_as_each_alone_bit_for_bit(
         assert all(torch.equal(*pair) for pair in zip(found, alone[layer], strict=True))
 
 
-@pytest.mark.parametrize("how", ["ordinary", "strides"])
+@pytest.mark.parametrize("how", ["ordinary", "strides", "int4"])
 def test_chunks_that_the_kernel_cannot_read_are_not_planned(
     copy_stream: FakeCopyStream, how: str
 ) -> None:
     buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
     wholes = wholes_of(copy_stream, "native", on_device=False)
     assert Laying.of(buffers, buffer(ring=False), wholes) is not None
-    kv = stored(4, "native", torch.Tensor.clone if how == "ordinary" else copy_stream.pin)
+    form = "int4" if how == "int4" else "native"
+    kv = stored(4, form, torch.Tensor.clone if how == "ordinary" else copy_stream.pin)
     if how == "strides":
         kv = kv.mapped(lambda tensor: tensor[..., ::2, :])
     wholes.append(WholePart(kv, LayerPart(0, kv.layer(0), None)))
     assert Laying.of(buffers, buffer(ring=False), wholes) is None
+
+
+def test_chunks_of_4_bits_are_placed_without_the_kernel(copy_stream: FakeCopyStream) -> None:
+    buffers = PinnedBuffers(copy_stream, 2, 4096, table_bytes=TABLE_BYTES)
+    turn = turn_of(1)
+    assert turn is not None
+    kv = stored(7, "int4", copy_stream.pin).layer(0)
+    part = LayerPart(1, kv, replace(turn.of(0), first=1))
+    fused, plain = buffer(ring=False), buffer(ring=False)
+    upload = Upload(buffers, fused, 0, [part], copy_stream.worked())
+    while not upload.go_on():
+        pass
+    upload.arrive()
+    copy_stream.worked()
+    plain.place(0, 1, kv.keys[0], kv.values[0], part.turn)
+    pairs = zip(layer_of(fused, 0), layer_of(plain, 0), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_chunks_are_held_until_they_are_read_and_no_longer(copy_stream: FakeCopyStream) -> None:
