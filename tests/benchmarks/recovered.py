@@ -92,7 +92,7 @@ def _told(row: Row, name: str, digits: int) -> str:
 def chart(figures: Path = FIGURES) -> str:
     """Return the picture as SVG: a panel for each cell, compute against divergence."""
     found = list(cells(figures))
-    across = min(3, len(found))
+    across = min(4, len(found))
     down = -(-len(found) // across)
     with mpl.rc_context({"font.size": 9}):
         figure = Figure(figsize=(2.9 * across, 2.3 * down + 0.4), layout="constrained")
@@ -112,9 +112,8 @@ def _draw(axes: Axes, cell: Cell) -> None:
     for name, row in cell.rules.items():
         colour, marker, _ = RULES[name]
         size = 60 if name == DEFAULT else 36
-        axes.scatter(
-            row["compute_share"], row["kl"], size, colour, marker=marker, label=name, zorder=3
-        )
+        at = row["compute_share"], row["kl"]
+        axes.scatter(*at, size, colour, marker=marker, label=name, zorder=3, clip_on=False)
     kind, tokens = cell.prompts.split(", ")
     axes.set_title(f"{cell.model}, {kind}\n{tokens}, {cell.setting}", loc="left", fontsize=8)
     axes.set_xlim(0, 0.25)
