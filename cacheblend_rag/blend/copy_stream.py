@@ -130,7 +130,7 @@ class PinnedBuffer:
     held: Sequence[Tensor] = ()
 
     def rows(self, row_bytes: int, beside: int = 0) -> int:
-        """Return how many more rows of so many bytes fit beside a tensor of ``beside`` bytes."""
+        """Return how many rows of ``row_bytes`` still fit if ``beside`` more bytes are used."""
         room = self.host.numel() - self.table_bytes - _aligned(self.used, ALIGNMENT)
         return max(0, room - _aligned(beside, ALIGNMENT)) // row_bytes
 

@@ -17,8 +17,8 @@ class LayerPart:
     turn: Rotation | None
 
     @property
-    def has_kernel_form(self) -> bool:
-        """Whether the placement kernel knows its form: that of all numbers but those of 4 bits."""
+    def kernel_supports(self) -> bool:
+        """Whether the placement kernel supports its precision: native or fp8, not int4."""
         return self.kv.precision != "int4"
 
     def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
@@ -27,7 +27,7 @@ class LayerPart:
             return self, None
         first = replace(self, kv=self.kv.cut(0, tokens))
         rest = self.kv.cut(tokens, self.kv.tokens)
-        turn = None if self.turn is None else self.turn.after(tokens)
+        turn = None if self.turn is None else self.turn.skipping(tokens)
         return first, LayerPart(self.start + tokens, rest, turn)
 
 

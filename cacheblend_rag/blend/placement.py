@@ -1,7 +1,7 @@
 """Copies one layer of every chunk into the prompt's KV buffer, unpacked, keys re-rotated.
 
 On NVIDIA GPUs with Triton one kernel does so (`kernels/placement.py`); ``has_kernel`` decides for
-both engines. Elsewhere, and for numbers of 4 bits, ``place_parts`` does, one chunk after the other.
+both engines. Elsewhere, and for int4, ``place_parts`` does, one chunk after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def has_kernel(device: torch.device) -> bool:
 
 
 def _places_alike(device: torch.device) -> bool:
-    """Whether the kernel places what its twin does, up to a rounding, in each form it knows."""
+    """Whether the kernel places what its twin does, up to a rounding, for native and fp8."""
     from cacheblend_rag.blend.kernels.placement import LayerLaunches, tables_of
 
     layers, size, draw = 2, 40, torch.Generator().manual_seed(0)

@@ -28,8 +28,8 @@ class Rotation:
     """The rotation that moves keys by one offset.
 
     cos, sin: (layers, pairs) float32; a layer without rotary has angles of 0. interleaved:
-    component 2i forms a pair with 2i + 1, otherwise i with i + pairs. first: None, or each token is
-    moved by its own number of such offsets, the first token by so many, the next by one more.
+    component 2i forms a pair with 2i + 1, otherwise i with i + pairs. first: None rotates every
+    token by the offset; otherwise token i is rotated by ``first + i`` times the offset.
     """
 
     cos: Tensor
@@ -63,16 +63,23 @@ class Rotation:
         here = slice(layer, layer + 1)
         return replace(self, cos=self.cos[here], sin=self.sin[here])
 
-    def back(self) -> Rotation:
-        """Return its inverse."""
+    def inverse(self) -> Rotation:
+        """Return the rotation that undoes this one."""
         return replace(self, sin=-self.sin)
 
-    def after(self, tokens: int) -> Rotation:
-        """Return the rotation of the keys behind the first ``tokens``."""
-        return self if self.first is None else replace(self, first=self.first + tokens)
+    def per_token(self, first: int) -> Rotation:
+        """Return the rotation of token i by ``first + i`` times this offset."""
+        return replace(self, first=first)
+
+    def skipping(self, tokens: int) -> Rotation:
+        """Return the rotation for a sequence without its first ``tokens`` tokens."""
+        return self if self.first is None else self.per_token(self.first + tokens)
 
     def tables(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of so many tokens, each (layers, 1, 1 or tokens, pairs) float32."""
+        """Return cos and sin for a sequence of ``tokens`` tokens.
+
+        Each is (layers, 1, 1 or tokens, pairs) float32: 1 if all tokens have the same angle.
+        """
         cos, sin = self.cos[:, None, None], self.sin[:, None, None]
         if self.first is None:
             return cos, sin

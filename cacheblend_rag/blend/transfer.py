@@ -51,8 +51,8 @@ class Upload:
         self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._fused, self._layer = fused, layer
         self._todo = deque(parts)
-        have_form = all(part.has_kernel_form for part in self._todo)
-        self._has_kernel = bool(buffers.table_bytes) and have_form
+        supported = all(part.kernel_supports for part in self._todo)
+        self._has_kernel = bool(buffers.table_bytes) and supported
         self._staging: deque[Future[None]] = deque()
         self._events: list[Event] = []
         self._copy_stream.follow(after)
@@ -168,7 +168,7 @@ class Upload:
 
 
 def _rows_of(kv: ChunkKV, buffer: PinnedBuffer) -> int:
-    """Return how many of a chunk's tokens fit in a buffer, also once they are unpacked."""
+    """Return how many of a chunk's tokens fit in a buffer, both quantized and dequantized."""
     numbers, *scales = kv.tensors
     packed = numbers[..., 0, :].nbytes
     beside = sum(tensor.nbytes for tensor in scales)

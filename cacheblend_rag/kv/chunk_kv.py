@@ -128,9 +128,9 @@ class ChunkKV:
 
     Args:
         numbers: (layers, 2, kv_heads, tokens, head_dim), keys before values, on any device, each
-            layer contiguous. Keys are rotated at positions ``position .. position + tokens - 1``,
-            but all at position 0 if the precision is ``int4``. The model's own numbers, or with
-            ``scales`` rows of their codes (see kv/precision.py).
+            layer contiguous. Keys are rotated for positions ``position .. position + tokens - 1``,
+            with precision ``int4`` all for position 0. The model's own numbers, or with ``scales``
+            their quantized codes (see kv/precision.py).
         position: position of the first token when the KV was computed (the lead-in's length).
         prior: (tokens,) float32, how much each token's KV depends on the text before the chunk in
             its document; None for a chunk that stands alone.
@@ -196,9 +196,9 @@ class ChunkKV:
 
     @property
     def keys(self) -> Tensor:
-        """Its keys in the model's type, (layers, kv_heads, tokens, head_dim).
+        """Keys dequantized to the model's dtype, (layers, kv_heads, tokens, head_dim).
 
-        Those of ``int4`` stay as at position 0.
+        With precision ``int4`` every key is rotated for position 0, see ``position``.
         """
         return self.unpacked().numbers[:, 0]
 
@@ -257,14 +257,14 @@ class ChunkKV:
         return replace(self.moved([change(tensor) for tensor in self.tensors]), prior=prior)
 
     def packed(self, precision: Precision = "fp8") -> ChunkKV:
-        """Return it quantized to codes; itself if it is, or for ``native``.
+        """Return it quantized; itself if it is quantized already, or for ``native``.
 
         Args:
-            precision: of the codes. ``fp8`` gives the same codes for what was rounded before;
-                ``int4`` is for keys that are all rotated as at position 0.
+            precision: ``fp8`` quantizes dequantized fp8 numbers to the same codes again. ``int4``
+                needs all keys rotated for position 0.
 
         Raises:
-            ValueError: for ``int4``, when head_dim is odd.
+            ValueError: when head_dim is odd, for ``int4``.
         """
         if self.scales is not None or precision == "native":
             return self
@@ -273,9 +273,9 @@ class ChunkKV:
         return replace(self, numbers=codes, scales=scales, rounded_from=self.numbers.dtype)
 
     def unpacked(self) -> ChunkKV:
-        """Return it dequantized to the model's dtype; itself if it is not quantized.
+        """Return the chunk dequantized to the model's dtype; itself if it is not quantized.
 
-        Keys of ``int4`` stay as at position 0, though the result's precision is ``native``.
+        Keys of an ``int4`` chunk are still rotated for position 0 then, not for ``position``.
         """
         if self.scales is None:
             return self

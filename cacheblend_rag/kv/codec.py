@@ -105,7 +105,7 @@ class Head:
 
     @property
     def _layer(self) -> tuple[int, int, int, int]:
-        """The shape of a layer's numbers or codes."""
+        """The shape of one layer as it is stored, quantized or not."""
         _, kv_heads, tokens, head_dim = self.shape
         packs = FORMATS.get(self.precision)
         return 2, kv_heads, tokens, packs.row(head_dim) if packs else head_dim
@@ -314,7 +314,7 @@ def _checked_fields(
         ):
             wanted = _fields_of(metadata, shape, fields)
         case _:
-            raise DamagedChunkError("kv is not (layers, 2, kv_heads, tokens, row)")
+            raise DamagedChunkError("shape of kv is not (layers, 2, kv_heads, tokens, row size)")
     if len(metadata["layers"]) != layers * DIGITS:
         raise DamagedChunkError(f"header has no checksum for each of {layers} layers")
     if fields != wanted:

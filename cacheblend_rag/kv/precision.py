@@ -1,16 +1,16 @@
-"""Packs chunk KV into numbers of 8 bits (fp8: e4m3) or 4 (int4), rounded once when it is stored.
+"""Quantizes chunk KV to fp8 (e4m3) or int4 once, when it is stored, and dequantizes it.
 
-``FORMATS`` has an object for each, with the same methods.
+``FORMATS`` has an object for each precision, with the same methods.
 
 fp8: each head has a scale, separate for keys and values. All scales are powers of two. So rounded
-numbers are exact in the model's own type, and rounding them again changes nothing.
+numbers are exact in the model's own dtype, and quantizing them again changes nothing.
 
-int4: KIVI (arXiv 2402.02750) rounds keys by channel and values by token. Here both are brought to
-one range by channel, then each token's numbers of a head are rounded to steps of their own, so that
-a row of codes is read without others. Keys are to be packed as they are at position 0: a bias is a
-constant of its channel there, and turns with the positions otherwise.
+int4: KIVI (arXiv 2402.02750) quantizes keys per channel and values per token. Here both are
+normalized per channel, then quantized per token and head, so that each row of codes can be
+dequantized alone. Keys must be rotated for position 0: the bias of a key projection is constant per
+channel there, and is rotated with the position elsewhere.
 
-A chunk stays packed wherever it is kept: it has the same numbers in every tier.
+A chunk stays quantized wherever it is kept: it has the same numbers in every tier.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from cacheblend_rag.settings import Precision
 
 
 class Fp8:
-    """One byte a number; the scales are exponents, (2 * kv_heads,) a layer.
+    """One byte per number; one scale per head, stored as exponents, (2 * kv_heads,) per layer.
 
-    codes, scales: the types of both.
+    codes, scales: the dtypes in which they are stored.
     """
 
     codes, scales = torch.float8_e4m3fn, torch.int8
@@ -37,19 +37,19 @@ class Fp8:
     """Share of a dtype's largest number at which numbers are clamped: rounding up overflows."""
 
     def row(self, head_dim: int) -> int:
-        """Return how many codes a token's keys or values of a head take."""
+        """Return how many codes one token's key or value of one head takes: a row."""
         return head_dim
 
     def head_dim(self, row: int) -> int:
-        """Return the numbers of a head, given what ``row`` returned."""
+        """Return the head_dim whose ``row`` this is."""
         return row
 
     def scales_shape(self, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of one layer's scales."""
+        """Return the shape of the tensor of one layer's scales."""
         return (2 * kv_heads,)
 
     def pack(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes, (2, kv_heads, tokens, row), and scales of one layer.
+        """Quantize one layer; return its codes, (2, kv_heads, tokens, row), and its scales.
 
         numbers: (2, kv_heads, tokens, head_dim), keys before values.
         """
@@ -62,16 +62,16 @@ class Fp8:
         return codes, exponents.flatten().to(self.scales)
 
     def unpack(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers of what ``pack`` returned, of one layer or several in one tensor."""
+        """Dequantize what ``pack`` returned, of one layer or of several in one tensor."""
         # Exact whatever it is computed in, but that float16 has no scale so small.
         working = torch.float32 if dtype == torch.float16 else dtype
         by_head = _two_to_the(self._by_head(codes, scales)).to(working)
         return _of_e4m3(codes).to(working).mul_(by_head).to(dtype)
 
     def are_finite(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-        """Whether codes, of any layers, decode to finite numbers of a dtype.
+        """Whether all codes dequantize to finite numbers of ``dtype``.
 
-        Raises nothing, whatever bytes they are; scales are to be ``are_written`` ones.
+        Raises nothing, whatever bytes the codes are; scales must pass ``are_written``.
         """
         magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)  # without signs: in the same order
         if int(magnitudes.amax()) == self._NAN:
@@ -83,23 +83,23 @@ class Fp8:
         return not bool((torch.ldexp(extremes, self._by_head(codes, scales).int()) > most).any())
 
     def are_written(self, scales: Tensor) -> bool:
-        """Whether scales are in the range that ``pack`` returns."""
+        """Whether all scales are in ``pack``'s range; others mean a damaged or forged object."""
         least, most = torch.aminmax(scales)
         return int(least) >= self._LEAST_EXPONENT and int(most) <= self._MOST_EXPONENT
 
     def _by_head(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return exponents, not copied, in a shape that broadcasts with their codes."""
+        """Return each head's exponent, as a view that broadcasts over the codes."""
         return scales.view(*codes.shape[:-2], 1, 1)
 
 
 class Int4:
-    """Half a byte a number, and 4 bytes a row; methods as those of Fp8.
+    """4 bits per number on average, and 4 bytes per row; methods as those of Fp8.
 
-    A byte has a key's number in its high 5 bits, and the value's of the same channel in the other
-    3: attention is more sensitive to errors of keys. The first half of these bytes is in the rows
-    of keys, the second in those of values. A row's last bytes are two bfloat16: the least of a
-    token's keys or values of a head, and their step. The scales, (2 * kv_heads, 2, head_dim) a
-    layer, are each channel's median and a deviation from it, with which steps become numbers.
+    A byte holds a key's code in its high 5 bits, and in its low 3 that of the value of the same
+    channel: attention is more sensitive to errors in keys. The rows of keys hold the first half of
+    these bytes, the rows of values the second. A row ends with its minimum and step size, two
+    bfloat16. The scales, (2 * kv_heads, 2, head_dim) per layer, are each channel's median and
+    spread: a number is (minimum + code * step) * spread + median.
     """
 
     codes, scales = torch.uint8, torch.bfloat16
@@ -119,7 +119,9 @@ class Int4:
 
     def pack(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         if numbers.shape[-1] % 2:
-            raise ValueError(f"head_dim={numbers.shape[-1]} must be even for precision='int4'")
+            raise ValueError(
+                f"head_dim={numbers.shape[-1]} is odd, which precision='int4' cannot store: use fp8"
+            )
         kv = numbers.float().clamp(-self._MOST / 32, self._MOST / 32)  # no model's are as large
         middle = kv.median(-2, keepdim=True).values.to(self.scales)
         away = (kv - middle).abs()
@@ -156,7 +158,7 @@ class Int4:
         return bool((scales.abs() <= self._MOST).all())
 
     def _tail(self, codes: Tensor) -> Tensor:
-        """Return each row's least number and step, (..., tokens, 2) bfloat16."""
+        """Return each row's minimum and step size, (..., tokens, 2) bfloat16."""
         return codes[..., -self._TAIL :].contiguous().view(self.scales)
 
 
@@ -164,13 +166,13 @@ FORMATS: Mapping[str, Fp8 | Int4] = {"fp8": Fp8(), "int4": Int4()}
 
 
 def precision_of(codes: torch.dtype) -> Precision:
-    """Return the precision of numbers or codes of this type."""
+    """Return the precision whose codes have this dtype; ``native`` for any other dtype."""
     names: tuple[Precision, ...] = ("fp8", "int4")
     return next((name for name in names if FORMATS[name].codes == codes), "native")
 
 
 def head_dim_of(precision: str, row: int) -> int:
-    """Return the numbers of a row of numbers or codes; what is no row has less than one."""
+    """Return the head_dim of a stored row of ``row`` elements; below 1 if no row has that many."""
     return FORMATS[precision].head_dim(row) if precision in FORMATS else row
 
 

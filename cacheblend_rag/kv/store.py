@@ -206,8 +206,8 @@ class TieredKVStore:
 
         Args:
             key: the name it is stored under.
-            kv: the chunk KV; its tensors must not be written to afterwards. For ``int4``, with all
-                keys at position 0.
+            kv: the chunk KV; its tensors must not be written to afterwards. For ``int4``, all keys
+                must be rotated for position 0.
             in_memory: only in tiers that end with this process.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import numpy as np
@@ -63,7 +63,7 @@ class LoadedChunk:
     """A chunk that is copied to its place in a prompt.
 
     tier, reason: where it was found, or why it is a miss on this rank. is_used: whether all ranks
-    have it. turn: moves its keys from where they are stored, None if they need not move. prior:
+    have it. turn: rotates its keys from their stored positions, None if that is no move. prior:
     (tokens,) of its tokens in the prompt, None unless all ranks have it.
     """
 
@@ -185,12 +185,12 @@ class ChunkLoader:
         chunk.prior = None if head.prior is None else head.prior[chunk.own]
 
     def _turn(self, chunk: LoadedChunk, head: ChunkReader) -> Rotation | None:
-        """Return the rotation from the stored positions to those of the prompt.
+        """Return the rotation from the stored positions to those in the prompt; None if it is none.
 
-        Raises IndexError if the model does not have such positions.
+        Raises IndexError if the offset is outside the model's range.
         """
-        if head.precision == "int4":  # all keys are stored as at position 0
-            return replace(self.stack.rotation(1), first=chunk.placed.start)
+        if head.precision == "int4":  # all keys are stored rotated for position 0
+            return self.stack.rotation(1).per_token(chunk.placed.start)
         moved = chunk.placed.start - chunk.own.start - head.position
         return self.stack.rotation(moved) if moved else None
 

@@ -117,16 +117,16 @@ def compute_chunks(
 
 
 def as_stored(stack: DecoderStack, store: TieredKVStore, computed: Computed) -> Computed:
-    """Yield computed chunks, ready for ``store.put``: for ``int4`` keys are moved to position 0.
+    """Yield computed chunks, ready for ``store.put``: for ``int4``, keys are rotated to position 0.
 
-    They are moved in place.
+    Keys are changed in place.
     """
     for done in computed:
         if store.precision != "int4" or done is None or isinstance(done, NoRoom):
             yield done
             continue
         chunk, kv = done
-        turn = replace(stack.rotation(1), first=kv.position).back()
+        turn = stack.rotation(1).per_token(kv.position).inverse()
         for layer in range(kv.shape[0]):  # on the device, one at a time
             keys = kv.keys[layer : layer + 1]
             keys.copy_(rotated(keys.to(turn.cos.device), turn.of(layer)))

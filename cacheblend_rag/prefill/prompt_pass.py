@@ -268,7 +268,7 @@ class PromptPass:
         )
 
     def _probed_bytes(self, schedule: Schedule) -> int:
-        """Return the bytes of stored KV that the selector's probe reads before layer 0."""
+        """Return how many bytes of chunk KV, in the model's dtype, are needed before layer 0."""
         geometry, tokens = self.stack.geometry, sum(one.placed.tokens for one in self._loader.used)
         layers = geometry.layers
         return FusedKV.bytes_for(geometry, tokens) * schedule.probed(layers) // layers

@@ -207,7 +207,7 @@ def _row(
     found: Sequence[Record],
     beside: tuple[Sequence[Record], ...],
 ) -> Row:
-    """Return one rule's means and bootstrap intervals over its records.
+    """Return one rule's metrics: means over all prompts, with bootstrap confidence intervals.
 
     beside: the records of full prefill, of no passages and of plain reuse, on the same questions.
     """

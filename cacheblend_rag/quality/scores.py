@@ -62,9 +62,10 @@ class Figure(NamedTuple):
 
 
 def recovered(own: Any, bare: Any, full: Any) -> Any:
-    """Return the share of the passages' benefit that a rule keeps: (own - bare) / (full - bare).
+    """Return (own - bare) / (full - bare): 0 is as without passages, 1 as by full prefill.
 
-    own, bare, full: scores of a rule, no passages, full prefill. Not finite if full <= bare.
+    own, bare, full: the score of a rule, without passages, of full prefill. Not finite if
+    full <= bare.
     """
     return (own - bare) / (full - bare).clip(min=0)
 

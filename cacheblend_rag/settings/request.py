@@ -81,7 +81,7 @@ class BlendConfig(Settings):
         return self.with_changes(recompute_ratio=recompute_ratio)
 
     def with_selector(self, selector: str) -> Self:
-        """Return a copy with ``selector``; its options are kept only if it is the same one."""
+        """Return a copy with ``selector``; if it is another one, with default options."""
         options = self.selector_options if selector == self.selector else {}
         return self.with_changes(selector=selector, selector_options=options)
 

@@ -50,8 +50,8 @@ class StoreConfig(Settings):
     """Only read what others store: nothing outside this process's memory is written, evicted,
     quarantined or marked as used."""
     precision: Precision = "native"
-    """Precision of stored numbers: ``native`` as computed, ``fp8`` one byte each,
-    ``int4`` half a byte each and scales. Engines do not find chunks of another precision."""
+    """Precision of stored KV: ``native`` as computed, ``fp8`` 8 bits per number,
+    ``int4`` 4 bits and scales. Engines do not find chunks of another precision."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

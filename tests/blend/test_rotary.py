@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,16 +53,18 @@ def test_rotations_add_up(first: int, second: int, pairs: int, interleaved: bool
 def test_each_token_may_be_moved_by_its_own_number_of_offsets(
     first: int, pairs: int, interleaved: bool
 ) -> None:
-    own = replace(move(1, pairs, interleaved=interleaved), first=first)
+    own = move(1, pairs, interleaved=interleaved).per_token(first)
     by_token = [
         rotated(keys()[:, :, [token]], move(first + token, pairs, interleaved=interleaved))
         for token in range(5)
     ]
     wanted = torch.cat(by_token, 2)
     torch.testing.assert_close(rotated(keys(), own), wanted, atol=2e-3, rtol=0)
-    behind = rotated(keys()[:, :, 2:], own.after(2))
+    behind = rotated(keys()[:, :, 2:], own.skipping(2))
     torch.testing.assert_close(behind, rotated(keys(), own)[:, :, 2:])
-    torch.testing.assert_close(rotated(rotated(keys(), own), own.back()), keys(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        rotated(rotated(keys(), own), own.inverse()), keys(), atol=1e-5, rtol=0
+    )
 
 
 @given(offsets, st.booleans())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -69,7 +67,7 @@ def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[Lay
         kv = formed(torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=draw), form)
         turn = turn_of(1 if form == "int4" else by, device)
         if turn is not None and form == "int4":
-            turn = replace(turn, first=start)
+            turn = turn.per_token(start)
         parts.append(LayerPart(start, kv, turn))
     return parts
 
@@ -105,7 +103,10 @@ def laid_plainly(kind: str, copy_stream: Any, form: Any = "native") -> list[tupl
 
 @pytest.mark.parametrize(
     ("form", "most", "rows"),
-    [*product(("native", "fp8"), (1, 2), (1, 4)), ("native", 3, 100), ("int4", 1, 9)],
+    [
+        *((form, *sizes) for form in ("native", "fp8") for sizes in ((1, 1), (2, 4), (3, 100))),
+        ("int4", 1, 9),
+    ],
 )
 @pytest.mark.parametrize("kind", ["fused", "ring"])
 def test_what_is_laid_beside_the_work_is_what_is_laid_plainly(

@@ -130,7 +130,7 @@ def forge_fields(fields):
         return changed("__metadata__", **change)
 
     digests = fields["__metadata__"]["layers"]
-    wrong = r"kv is not \(layers, 2, kv_heads, tokens, row\)"
+    wrong = r"shape of kv is not \(layers, 2, kv_heads, tokens, row size\)"
     differs = "header does not describe the tensors of its chunk"
     uncounted = "header has no checksum for each of 2 layers"
     ill = "layers is not that of a chunk KV"

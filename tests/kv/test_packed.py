@@ -43,11 +43,16 @@ def fp8_of(numbers):
     return every[(numbers.double()[..., None] - every).abs().argmin(-1)]
 
 
+@st.composite
+def small_chunks(draw):
+    numbers = draw(st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16))
+    flat = torch.tensor(numbers).to(draw(st.sampled_from(DTYPES)))
+    return ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
+
+
 @settings(deadline=None, max_examples=80)
-@given(st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16), st.sampled_from(DTYPES))
-def test_any_numbers_may_be_rounded_twice(numbers, dtype):
-    flat = torch.tensor(numbers).to(dtype)
-    kv = ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
+@given(small_chunks())
+def test_any_numbers_may_be_rounded_twice(kv):
     once = rounded(kv, "fp8")
     validate(once)
     again = rounded(ChunkKV.of(once.keys, once.values, 0), "fp8")
@@ -73,10 +78,8 @@ def test_fp8_takes_the_nearest_number_of_a_head():
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.lists(st.floats(-6e4, 6e4, width=16), min_size=16, max_size=16), st.sampled_from(DTYPES))
-def test_int4_is_within_half_a_step_of_a_row(numbers, dtype):
-    flat = torch.tensor(numbers).to(dtype)
-    kv = ChunkKV.of(flat.view(1, 1, 4, 4), flat.flip(0).view(1, 1, 4, 4), 0)
+@given(small_chunks())
+def test_int4_is_within_half_a_step_of_a_row(kv):
     once = rounded(kv, "int4")
     validate(once)
     middle, deviation = once.scales.view(2, 2, 4).double().unbind(1)

@@ -286,10 +286,10 @@ def _row(part: LayerPart) -> list[int]:
 
 
 def is_readable(part: LayerPart) -> bool:
-    """Whether the kernel can read a chunk as it is: its form, each token's numbers in a row."""
+    """Whether the kernel supports a chunk's precision and strides: each head's row contiguous."""
     numbers = part.kv.numbers
-    in_a_row = numbers.stride(-1) == 1 and numbers.stride(-2) == numbers.shape[-1]
-    return part.has_kernel_form and in_a_row
+    contiguous = numbers.stride(-1) == 1 and numbers.stride(-2) == numbers.shape[-1]
+    return part.kernel_supports and contiguous
 
 
 ALIGNED = 16

@@ -32,11 +32,11 @@ class Question(Selector):
     heads: Literal["sum", "max"] = "sum"
     """``sum`` adds up heads; ``max`` takes the largest, after the question's tokens."""
     closing: Count = 8
-    """Number of the prompt's last tokens whose mean attention is added to the mean over the whole
-    question. The answer begins there, so they attend to what it needs. 0 adds none."""
+    """How many of the prompt's last tokens count extra: their mean attention is added to the mean
+    over all question tokens. The answer begins there, so they attend to what it needs. 0: none."""
     reach: Count = 1
-    """A token's score is the mean attention over the token itself and this many tokens on each
-    side, because facts span several tokens. 0 takes the token alone."""
+    """Smoothing: a token's score is the mean attention over itself and this many neighbours on each
+    side, because facts span several tokens. 0 does not smooth."""
 
     def observed(self, layers: int) -> tuple[int, ...]:
         """Return the layers whose attention counts, of a model of ``layers`` layers; at least one.

@@ -248,7 +248,7 @@ def connect(
         connection_class=Bounded, **place, db=db, username=user or None,
         password=password.get_secret_value() if password else None, socket_timeout=seconds,
         retry=Retry(NoBackoff(), 0),  # one try: a failed tier is skipped for a while
-        protocol=2,  # with 3, bytes left in a connection are taken for a later command's answer
+        protocol=2,  # with 3, leftover bytes in a pooled connection answer the next command
     )  # fmt: skip
     return Redis.from_pool(pool)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -164,7 +164,7 @@ def test_chunks_of_4_bits_are_placed_without_the_kernel(copy_stream: FakeCopyStr
     turn = turn_of(1)
     assert turn is not None
     kv = stored(7, "int4", copy_stream.pin).layer(0)
-    part = LayerPart(1, kv, replace(turn.of(0), first=1))
+    part = LayerPart(1, kv, turn.of(0).per_token(1))
     fused, plain = buffer(ring=False), buffer(ring=False)
     upload = Upload(buffers, fused, 0, [part], copy_stream.worked())
     while not upload.go_on():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ def test_keys_are_too_of_a_chunk_that_stands_where_it_was_computed(
     assert chunk.hit
     assert chunk.start == kv.position == 0
     turn = engine.worker_connector.blender.stack.rotation(1)
-    by_token = replace(turn, first=0)  # by which keys of 4 bits, stored at position 0, are moved
+    by_token = turn.per_token(0)  # by which keys of 4 bits, stored at position 0, are moved
     own = rotated(kv.keys, by_token) if kv.precision == "int4" else kv.keys
     for layer in range(len(kv.keys)):
         keys, values = in_cache(pages[-1], layer, 0, chunk.tokens)
